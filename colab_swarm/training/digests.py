@@ -6,6 +6,7 @@
 import math
 from collections import defaultdict
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -52,7 +53,11 @@ def _project(tensors: list[torch.Tensor], seed: bytes) -> list[float]:
     """Return the norm of all values, and their sums with `PROJECTIONS` random signs each, in norms."""
     rows: list[torch.Tensor] = []
     for tensor in tensors:
-        rows += _rows_of(reals(tensor).flatten())
+        values = reals(tensor).flatten()
+        whole = len(values) // _SIGNS * _SIGNS
+        # Blocks of `_SIGNS` values are the rows of one matrix; what is left is one row.
+        matrices = [values[:whole].view(-1, _SIGNS), values[whole:].view(1, -1)]
+        rows += [blocks for blocks in matrices if blocks.numel()]
     # The first signs are of the values within a block, the last ones of the blocks.
     count = (_SIGNS + sum(map(len, rows))) * PROJECTIONS
     bits = np.unpackbits(np.frombuffer(blake3(seed).digest(count // 8 + 1), np.uint8))[:count]
@@ -75,13 +80,7 @@ def _project(tensors: list[torch.Tensor], seed: bytes) -> list[float]:
     return [norm, *(projection / (norm or 1.0) for projection in projections)]
 
 
-def _rows_of(values: torch.Tensor) -> list[torch.Tensor]:
-    """Return blocks of `_SIGNS` values as the rows of one matrix, and what is left as one row."""
-    whole = len(values) // _SIGNS * _SIGNS
-    rows = [values[:whole].view(-1, _SIGNS), values[whole:].view(1, -1)]
-    return [blocks for blocks in rows if blocks.numel()]
-
-
+@dataclass
 class Evidence:
     """What other peers compare with theirs of a `Replica`: rates, sketches, and changes outside a step.
 
@@ -89,17 +88,12 @@ class Evidence:
     the same one where these are the ``model``'s.
     """
 
-    def __init__(
-        self,
-        optimizer: Optimizer,
-        stepping: Optimizer,
-        model: list[torch.Tensor],
-        parameters: list[torch.Tensor],
-    ) -> None:
-        self._optimizer = optimizer
-        self._stepping = stepping
-        self._model = model
-        self._parameters = parameters
+    _optimizer: Optimizer
+    _stepping: Optimizer
+    _model: list[torch.Tensor]
+    _parameters: list[torch.Tensor]
+
+    def __post_init__(self) -> None:
         self.on_loaded()
 
     def on_step(self) -> None:

@@ -19,7 +19,7 @@ import torch
 from blake3 import blake3
 
 from colab_swarm.averaging.result import RoundResult
-from colab_swarm.errors import MismatchError, UnnamedValueError, require
+from colab_swarm.errors import MismatchError, StateError, UnnamedValueError, require
 from colab_swarm.events import Notice
 from colab_swarm.net.peers import PeerId
 from colab_swarm.runtime import Runner, uninterrupted
@@ -32,10 +32,10 @@ from colab_swarm.training.link_rounds import LinkRounds
 from colab_swarm.training.records import LINEAGE_BYTES, Agreement, ProgressRecord
 from colab_swarm.training.replica import Replica, UpdateRule, WrappedOptimizer
 from colab_swarm.training.rounds import Rounds, TrainedModel
-from colab_swarm.training.saving import ProgressSaver, TrainerCheckpoint, checkpoint_at
+from colab_swarm.training.saving import ProgressSaver, TrainerCheckpoint
 from colab_swarm.training.schedule import NO_SCHEDULER_HERE, GlobalScheduler
 from colab_swarm.training.settings import PeerServices, TrainingSettings
-from colab_swarm.training.state import CheckpointFolder
+from colab_swarm.training.state import CheckpointFolder, load_checkpoint
 from colab_swarm.training.timing import StepTimes
 from colab_swarm.training.trainer import Trainer
 
@@ -379,7 +379,8 @@ class SwarmOptimizer(WrappedOptimizer):
         """
         with self._trainer_call():
             self._trainer.land(wait=True)
-            state = checkpoint_at(source)
+            state = source.latest() if isinstance(source, CheckpointFolder) else load_checkpoint(source)
+            require(state is not None, f"{source} holds no checkpoint that can be read", StateError)
 
             def restart() -> None:
                 self.checkpoint.take_up(state)
@@ -449,7 +450,7 @@ class SwarmOptimizer(WrappedOptimizer):
             with self._replica.lock:
                 switch()
                 self._replica.refresh()
-                self._replica.accept_written()
+                self._replica.written.on_written()
 
         return switch_between_steps
 

@@ -51,7 +51,6 @@ from colab_swarm.training.names import (
 )
 from colab_swarm.training.records import LINEAGE_BYTES, Mean
 from colab_swarm.training.schedule import Schedule, steps_with
-from colab_swarm.training.sketch import StateSketch
 from colab_swarm.training.watch import LOADED, WrittenWeights
 
 _MOST_GRADIENT = 1e16  # of a value; the squares of larger ones would freeze LAMB or Adam for good
@@ -132,6 +131,7 @@ class Replica:
             the run, or loaded another peer's state. Since then, processors may have rounded differently.
         evidence: what other peers compare with theirs.
         moved: frozen parameters that changed since the beginning, by name; `TrainedParameters` finds them.
+        written: notices what the user writes to the model's weights.
         lock: held during updates and copies.
     """
 
@@ -178,7 +178,7 @@ class Replica:
         self.evidence = Evidence(rule.optimizer, self.stepping, self.model, self.parameters)
         self.moved: dict[str, torch.Tensor] = {}
         # Where the model's own weights are the swarm's, whatever is written to them counts.
-        self._written = WrittenWeights(self.model if rule.mode is not Mode.DIRECT else ())
+        self.written = WrittenWeights(self.model if rule.mode is not Mode.DIRECT else ())
 
     def begin(self) -> None:
         """Begin again, with what the model's weights and buffers are now."""
@@ -251,7 +251,7 @@ class Replica:
                 rule.optimizer, self.model, gradient, unused, max_grad_norm=rule.max_grad_norm, ours=True
             )
             self.schedule.accept()
-            self._written.on_written()
+            self.written.on_written()
 
     @torch.no_grad()
     def pseudo_gradient(self, out: FlatValues) -> None:
@@ -283,7 +283,7 @@ class Replica:
                 hand_over(self.model)
             self._departed = []
             self.buffers.show()
-            self._written.on_written()
+            self.written.on_written()
 
     def follow(self, means: Iterable[Mean]) -> None:
         """Take the steps that others took since a state was loaded, and show where they led."""
@@ -320,18 +320,14 @@ class Replica:
                 mine.add_(newest - left)
             self._departed = []
             self.buffers.show()
-            self._written.on_written()
-
-    def accept_written(self) -> None:
-        """Take the model's present weights for the optimizer's own, as a schedule-free one has switched."""
-        self._written.on_written()
+            self.written.on_written()
 
     def take_written(self) -> str:
         """Take weights that the user loaded into the model for the swarm's; return a sentence about it, or nothing.
 
         Smaller changes count as a part of local steps. With delayed updates they do not last.
         """
-        change = self._written.change()
+        change = self.written.change()
         if change >= LOADED:
             self.take_model()
             self.evidence.on_changed()
@@ -356,7 +352,7 @@ class Replica:
                     copy_out(shown, copy)
             if self._departed:
                 self.depart()
-            self._written.on_written()
+            self.written.on_written()
 
     # The optimizer, as its user sees it.
 
@@ -473,11 +469,6 @@ class Replica:
             lineage = self.lineage
             layout, blob = pack(self.state())
         return Snapshot.of(lineage, step, layout, blob)
-
-    def sketch(self) -> StateSketch:
-        """Return a sketch of the present state. Thread-safe."""
-        with self.lock:
-            return self.evidence.sketch(self.step, self.lineage)
 
     def load_snapshot(self, snapshot: Snapshot) -> None:
         self.load(unpack(snapshot.manifest.layout, snapshot.blob))
