@@ -5,6 +5,7 @@ Small tensors, such as biases, are at the front, where a codec may encode them f
 
 import itertools
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch.optim import SGD, Adam, AdamW, Optimizer
@@ -176,6 +177,7 @@ class FlatValues:
             copy_out(segment, piece)
 
 
+@dataclass
 class GradientSum:
     """A sum of gradients, each times its weight, in the memory of ``values``.
 
@@ -183,9 +185,8 @@ class GradientSum:
     Without a ``factor`` it is 0, and its memory may hold anything.
     """
 
-    def __init__(self, values: FlatValues, factor: float | None = None) -> None:
-        self.values = values
-        self.factor = factor
+    values: FlatValues
+    factor: float | None = None
 
     def add_gradients(
         self,
