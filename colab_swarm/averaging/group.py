@@ -187,6 +187,10 @@ class Group(Message, frozen=True):
     predicted_s: float | None = None  # expected seconds of averaging; None: the organizer has no measurements
     explanation: str = ""  # one sentence on the choice of shares
     bottleneck: Bottleneck = ""  # the one that the sentence names
+    grants: tuple[float, ...] = ()  # of the next step, to each member
+    holders: tuple[int, ...] = ()  # the members that have the parameters; the others follow
+    organizer: PeerId = PeerId(b"")  # of the next step
+    dropped: tuple[tuple[PeerId, str], ...] = ()  # whose samples are not in it, and why
 
     @property
     def round_id(self) -> bytes:
@@ -236,6 +240,59 @@ class Group(Message, frozen=True):
             "a group's explanation is too long or not printable",
         )
         self.spans()
+
+
+Samples = Annotated[float, msgspec.Meta(ge=0, lt=_MAX_WEIGHT)]
+Seconds = Annotated[float, msgspec.Meta(ge=0, lt=1e9)]
+
+
+class Report(Message, frozen=True):
+    """What a peer tells the organizer of its part of the step, beside the state that it holds."""
+
+    step: Annotated[int, msgspec.Meta(ge=-1, lt=MAX_STEP)]  # of its parameters; -1: it has none, and follows
+    lineage: _Digest
+    counted: Samples = 0.0  # for the present step
+    granted: Samples = 0.0  # by which it goes
+    batch_samples: Samples = 0.0  # of a micro-batch; 0: not known
+    batch_s: Seconds = 0.0  # what one takes; 0: not known
+    age_s: Seconds = 0.0  # since the present one began
+    away: bool = False  # it computes nothing for now: paused, without data, or in the step of another optimizer
+    final: bool = False  # it computes on, but for the next step
+    ticket: Ticket | None = None  # it has computed what was granted
+
+
+class Attend(Message, frozen=True):
+    """Opens a peer's stream to the organizer, which stands until one of them goes: `Report` up, `News` down."""
+
+    contact: Contact
+    key: _Digest  # id of its last group
+    terms: RoundTerms  # step and lineage do not count here
+    target: Samples  # of a step
+    assistant: Ticket | None = None  # it trains nothing, and only reduces
+
+    @property
+    def prefix(self) -> str:
+        return self.terms.prefix
+
+
+class Whereabouts(Message, frozen=True):
+    """Asks a peer for the organizer at which it stands, and for the group that followed the one with this ``key``."""
+
+    prefix: Annotated[str, msgspec.Meta(max_length=MAX_TEXT)]
+    key: _Digest
+
+
+class News(Message, frozen=True):
+    """What the organizer says: a grant for the step after the group ``key``, or the group of that step.
+
+    The answer to `Whereabouts`, and to `Attend` where another peer organizes: that one, None if none is known.
+    """
+
+    key: _Digest
+    granted: float | None = None
+    group: "Group | None" = None
+    organizer: Contact | None = None
+    refusal: str = ""
 
 
 class JoinRound(Message, frozen=True):

@@ -14,7 +14,6 @@ from colab_swarm.averaging.strategy import encoded_bytes, mean_bytes, plan_round
 from colab_swarm.errors import require
 from colab_swarm.net.peers import PeerId
 from colab_swarm.tensors.codecs import mean_codec_for
-from colab_swarm.training.election import most_voted
 from colab_swarm.training.records import Agreement, ProgressRecord
 
 if TYPE_CHECKING:
@@ -150,7 +149,7 @@ def elected_agreement(records: Mapping[PeerId, ProgressRecord]) -> Agreement:
     for record in records.values():
         if record.agreement and not record.syncing:
             agreements.append(record.agreement)
-    return most_voted(((agreement, 1.0) for agreement in sorted(agreements)), ())
+    return max(sorted(set(agreements)), key=agreements.count, default=())
 
 
 def options_by(agreement: Agreement) -> dict[str, Any]:

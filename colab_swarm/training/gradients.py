@@ -18,7 +18,7 @@ from colab_swarm.tensors.vector import HostVector, Vector
 from colab_swarm.training.flat import GradientSum, clear_gradients
 from colab_swarm.training.placement import ModelVector, Placement
 from colab_swarm.training.replica import Replica
-from colab_swarm.training.settings import RoundInput
+from colab_swarm.training.settings import Offer, RoundInput
 from colab_swarm.training.watch import TrainedParameters
 
 logger = logging.getLogger(__name__)
@@ -211,6 +211,14 @@ class Gradients:
             total.factor = None
             self._since = 0.0
             self._unused = [True] * len(self._replica.model)
+
+    def offer(self) -> Offer:
+        """Return what the contribution will be, after all gradients were looked at."""
+        self.read_checks()
+        unused = b""
+        if self.weight and not self._replica.rule.local:
+            unused = bits_of(self._unused)
+        return Offer(self.weight, self.loss.value, unused)
 
     def contribution(self) -> RoundInput:
         """Return what to average; all gradients are settled."""

@@ -24,7 +24,6 @@ from colab_swarm.events import Notice
 from colab_swarm.net.peers import PeerId
 from colab_swarm.runtime import Runner, uninterrupted
 from colab_swarm.training.agreement import FROZEN_BASE, agreement_of
-from colab_swarm.training.collaboration import Collaboration, Due
 from colab_swarm.training.drawn import NextStep
 from colab_swarm.training.flat import tensors_of
 from colab_swarm.training.gradients import Gradients
@@ -120,19 +119,19 @@ class SwarmOptimizer(WrappedOptimizer):
                 )
         else:
             resumed = self.checkpoint.resume(folder)
-        self.collaboration = runtime.call(self._start(rounds, name, syncing=not resumed))
+        self.rounds = runtime.call(self._start(rounds, name, syncing=not resumed))
         self.times = StepTimes(self._replica.model[0].device)
         self._trainer = Trainer(
-            runtime, services, self._replica, self._gathered, self.collaboration, lambda: self.over
+            runtime, services, self._replica, self._gathered, self.rounds, lambda: self.over
         )
         try:
-            if not resumed or self.collaboration.rounds.behind:
+            if not resumed or self.rounds.behind:
                 self._trainer.synchronize(tries=3)
         except BaseException:  # also an interrupt: its place in the swarm must be free for the next attempt
             try:
                 self.close()
             except BaseException:  # a stopped simulation runs nothing for its peers any more
-                self.collaboration.kill()
+                self.rounds.kill()
                 raise
             raise
 
@@ -142,7 +141,7 @@ class SwarmOptimizer(WrappedOptimizer):
         Raises `MismatchError`, with nothing changed, if the others would refuse this one.
         """
         if not before.closed.is_set():
-            differs = before.collaboration.rounds.refusal_of(self._agreement)
+            differs = before.rounds.refusal_of(self._agreement)
             require(not differs, f"{differs} Your first optimizer goes on as it was", MismatchError)
             before._why = (
                 "a later swarm.optimizer(…) of the same name has closed this one: use what that returned"
@@ -152,7 +151,7 @@ class SwarmOptimizer(WrappedOptimizer):
         # Closing it has shown the newest parameters.
         self._replica.begin()
 
-    async def _start(self, rounds: RoundsFor, name: str, *, syncing: bool) -> Collaboration:
+    async def _start(self, rounds: RoundsFor, name: str, *, syncing: bool) -> Rounds:
         replica = self._replica
         settings = self.settings
         own = ProgressRecord(
@@ -175,14 +174,14 @@ class SwarmOptimizer(WrappedOptimizer):
             replica.evidence.tolerance,
             lambda: self._gathered.loss.value,
         )
-        collaboration = Collaboration(rounds(self._services, settings, own, model))
+        started = rounds(self._services, settings, own, model)
         try:
-            await collaboration.start()
+            await started.start()
         except BaseException:  # also an interrupt
-            collaboration.kill()
+            started.kill()
             raise
         await self._saver.start()
-        return collaboration
+        return started
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
@@ -205,12 +204,12 @@ class SwarmOptimizer(WrappedOptimizer):
     @property
     def loss(self) -> float | None:
         """This peer's mean loss over its samples of the last step; None if no loss was passed."""
-        return self.collaboration.progress.known.own.loss
+        return self.rounds.view.own.loss
 
     @property
     def peer(self) -> PeerId:
         """The id of the peer that trains with this optimizer."""
-        return self.collaboration.progress.known.me
+        return self.rounds.view.me
 
     def warn(self, sentence: str) -> None:
         """Tell the user of something about the training, and record it."""
@@ -222,11 +221,11 @@ class SwarmOptimizer(WrappedOptimizer):
 
         These are by the clock, over the last half minute of rounds; 0 before the second round.
         """
-        progress = self.collaboration.progress
+        view = self.rounds.view
         return {
             "swarm_step": float(self.global_step),
-            "swarm_peers": float(len(progress.known.there)),
-            "swarm_samples_per_s": progress.pace.samples_per_s(self._runtime.time()),
+            "swarm_peers": float(len(view.there)),
+            "swarm_samples_per_s": view.pace.samples_per_s(self._runtime.time()),
         }
 
     @property
@@ -297,18 +296,8 @@ class SwarmOptimizer(WrappedOptimizer):
         uninterrupted(lambda: self._gathered.add(samples, weight, loss, scale=scale))
         with self._replica.lock:
             self._replica.schedule.check()
-        if not self._trainer.wait_for_peers():
-            return landed
-        changed = self._replica.evidence.changed
-        dropped = self._gathered.dropped
-        in_row = self._gathered.dropped_in_row
-        report = self.collaboration.report(samples, dropped=dropped, in_row=in_row, changed=changed)
-        due = self._runtime.call(report)
-        self._gathered.dropped = 0.0
-        result = self._trainer.act(due) or landed
-        if landed is not None and due is not Due.ROUND:
-            due = Due.LANDING
-        self.times.end(self._runtime.time(), due)
+        result = self._trainer.count(samples, landed=landed)
+        self.times.end(self._runtime.time(), self._trainer.due)
         return result
 
     def _tell_once(self, sentence: str) -> None:
@@ -400,14 +389,13 @@ class SwarmOptimizer(WrappedOptimizer):
             async def stop() -> None:
                 await self._trainer.stop()
                 self._saver.stop()
-                await self.collaboration.stop()
+                await self.rounds.stop()
 
             try:
                 until = self._runtime.time() + hand_over_s
                 for _ in range(2):  # the first one may be a round that runs beside the trainer
                     left_s = until - self._runtime.time()
-                    paused = self.collaboration.progress.known.own.paused
-                    if left_s > 0 and self._gathered.samples and not paused:
+                    if left_s > 0 and self._gathered.samples and not self.rounds.view.own.paused:
                         self._trainer.wait_step(left_s)
             finally:  # a failed or interrupted hand-over loses no checkpoint
                 self.closed.set()

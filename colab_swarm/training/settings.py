@@ -78,6 +78,15 @@ class PeerServices(RunServices):
 
 
 @dataclass(frozen=True)
+class Offer:
+    """What a trainer says of its contribution before it makes it."""
+
+    weight: float  # in the mean
+    loss: float | None = None
+    unused: bytes = b""  # the bits of the tensors without a gradient
+
+
+@dataclass(frozen=True)
 class RoundInput:
     """A trainer's contribution to a round; the mean overwrites ``vector``. With weight 0 it does not count.
 
@@ -123,7 +132,6 @@ class TrainingSettings:
             resulting parameters (DiLoCo), for as many times less traffic.
             With sparseloco or topk as compression: SparseLoCo (arXiv 2508.15706), whose error feedback decays and is
             the outer momentum; a contribution has 146 times fewer bytes than float32.
-        matchmaking_timeout_s: how long a round waits for slow peers, at most.
         device_memory: bytes of the GPUs' memory that the swarm may use beside your own loop; None: what is free. With
             0 gradients are summed in main memory, and each one is copied there.
         min_peers: the first ``step()`` waits until so many peers train, this one included; later it waits for
@@ -139,7 +147,6 @@ class TrainingSettings:
     error_feedback: bool = False
     overlap: bool = False
     local_steps: int = 1
-    matchmaking_timeout_s: float = 5.0
     min_peers: int | None = None
     device_memory: float | None = None
 

@@ -126,7 +126,7 @@ def test_a_viewer_near_the_progress_key_neither_counts_nor_organizes(tmp_path: P
 
 def poisoned(trainer: Trainer, poison: float) -> Snapshot:
     """The state of a trainer, at step 5000, with other parameters and a learning rate that ruins a model."""
-    held = trainer.optimizer.collaboration.rounds.model.snapshot()
+    held = trainer.optimizer.rounds.model.snapshot()
     state = unpack(held.manifest.layout, held.blob.copy())
     state["step"], state["lineage"] = 5000, b"m" * 16
     state["parameters"] = {name: torch.full_like(one, poison) for name, one in state["parameters"].items()}
@@ -164,7 +164,7 @@ def test_four_identities_of_one_invitation_move_nobody_to_their_step(poison: flo
 
 def test_a_donor_that_gives_another_state_under_the_honest_lineage_is_outvoted() -> None:
     async def forge() -> Snapshot:
-        forged.append(forger.optimizer.collaboration.rounds.model.snapshot())
+        forged.append(forger.optimizer.rounds.model.snapshot())
         honest_one = forged[-1].manifest
         state = unpack(honest_one.layout, forged[-1].blob.copy())
         state["parameters"] = {name: one + 1.0 for name, one in state["parameters"].items()}
@@ -176,7 +176,7 @@ def test_a_donor_that_gives_another_state_under_the_honest_lineage_is_outvoted()
         forger = honest.trainer(honest.join("mallory"))
         forger.thread.start()
         honest.wait(lambda: forger.steps >= KNOWN_STEPS, "attack")
-        forger.optimizer.collaboration.rounds._states._provide = forge
+        forger.optimizer.rounds._states._provide = forge
         joiners: list[Trainer] = []
         branch = honest.trainers[0].progress.election.branch
         while not forged and len(joiners) < 6:
@@ -331,7 +331,7 @@ def test_a_member_that_calls_rounds_early_does_not_make_batches_small() -> None:
             net = toy.model()
             optimizer = toy.join_training(swarm, net, target_batch_size=64)
             if swarm.name == caller:
-                optimizer.collaboration.progress.forecast.batch_full = lambda now, _: not called.append(now)  # type: ignore
+                optimizer.rounds.view.forecast.batch_full = lambda now, _: not called.append(now)  # type: ignore
             while True:
                 toy.loss_of(net, optimizer.global_step, slice(0, 2)).backward()
                 optimizer.step(samples=2)
@@ -359,7 +359,7 @@ def honest_steps(ahead: int, seconds: float) -> int:
         while swarm.name in HONEST or optimizer.global_step < 10:
             toy.loss_of(net, optimizer.global_step, slice(0, 2)).backward()
             optimizer.step(samples=2)
-        swarm.runtime.call(lie(swarm, optimizer.collaboration))
+        swarm.runtime.call(lie(swarm, optimizer.rounds))
 
     async def lie(swarm: Swarm, liar: Collaboration) -> None:
         async def never() -> Snapshot:
@@ -379,7 +379,7 @@ def honest_steps(ahead: int, seconds: float) -> int:
     with cs.simulate(7 if ahead else 3, seed=1, samples_per_s=2.0) as simulation:
         simulation.run(train, seconds=seconds)
         alice = simulation.swarms["alice"]
-        progress = alice.optimizers["model"].collaboration.progress
+        progress = alice.optimizers["model"].rounds.view
         liars = {peer: r for peer, r in progress.known.all.items() if r.name not in HONEST}
         assert all(
             r.step > progress.known.own.step and progress.election.account_of(peer) == peer
@@ -465,7 +465,7 @@ def test_peers_that_only_dial_out_train_on_together_by_their_assistant(kind: str
         while swarm.name != "mallory" or swarm.runtime.time() < begins_at:
             toy.loss_of(net, optimizer.global_step, slice(0, 2)).backward()
             optimizer.step(samples=2)
-        swarm.runtime.call(lie(optimizer.collaboration))
+        swarm.runtime.call(lie(optimizer.rounds))
 
     async def lie(liar: Collaboration) -> None:
         liar.rounds.throughput.wait()

@@ -56,7 +56,7 @@ class Full:
         self.calls: list[Any] = calls
         self.streams: list[Any] = streams
         self.items: list[Any] = [Chunk, StateChunk, Upgrade, Joined, *streams]
-        progress = self.optimizer.collaboration.progress
+        progress = self.optimizer.rounds.view
         self.known = [
             *(progress.prefix, self.alice.run_id, "ffn.0.0", "float32", "int8", "ws://127.0.0.1:9"),
             *(self.alice.id, self.mallory.id, progress.known.own.lineage, b"", bytes(16), bytes(32)),
@@ -68,7 +68,7 @@ class Full:
     def counted(self) -> Counter[str]:
         """What messages could pile up in: handlers, streams, rounds, and the tables of each service."""
         links = [*self.linker.table]
-        collaboration, averager = self.optimizer.collaboration, self.alice.services.averager
+        collaboration, averager = self.optimizer.rounds, self.alice.services.averager
         return Counter(
             handlers=sum(len(link.tasks) for link in links),
             streams=sum(len(link._streams) for link in links),
@@ -212,9 +212,9 @@ def test_a_manifest_of_gigabytes_costs_no_memory(
         chunks = -(-size // chunk_bytes(size))
         return Claim(b"m" * 16, 5000, b"", size, bytes(32 * chunks))
 
-    prefix = full.optimizer.collaboration.progress.prefix
+    prefix = full.optimizer.rounds.view.prefix
     full.mallory.services.router.serve(prefix, DescribeState, describe, Role.GUEST)
-    collaboration = full.optimizer.collaboration
+    collaboration = full.optimizer.rounds
     monkeypatch.setattr(chunks_module.np, "empty", spy)
     try:
         with pytest.raises(StateError, match=r"bytes are too many|not a valid Manifest"):

@@ -221,7 +221,7 @@ def test_records_of_peers_that_nobody_meets_cost_one_credit_and_no_more(
         for swarm in honest.swarms.values():
             stored = alice.runtime.call(node.call(swarm.id, message, Stored, timeout_s=20))
             assert set(stored.refusals) == {""}
-        known = [trainer.optimizer.collaboration.progress for trainer in honest.trainers]
+        known = [trainer.optimizer.rounds.view for trainer in honest.trainers]
         honest.wait(lambda: all(ghosts.keys() <= one.known.all.keys() for one in known), "the records")
         began = time.monotonic()
         honest.go_on(40)
@@ -331,7 +331,7 @@ def claims_a_slow_line(swarm: Swarm, prefix: str) -> Counter[str]:
 
     async def claim() -> None:
         (optimizer,) = swarm.optimizers.values()
-        optimizer.collaboration.rounds._meetings.bandwidth.known = lambda: (1.0, 1.0)
+        optimizer.rounds._meetings.bandwidth.known = lambda: (1.0, 1.0)
 
     averager.average = take_part  # type: ignore[method-assign, assignment]
     peers.unserve(ReduceSpan)
@@ -349,7 +349,7 @@ def lists_ghosts(count: int) -> Attack:
 
         async def infest() -> None:
             (optimizer,) = swarm.optimizers.values()
-            organizer = optimizer.collaboration.rounds._meetings._matchmaker._organizer
+            organizer = optimizer.rounds._meetings._matchmaker._organizer
             form = organizer.form
 
             def add_ghosts(formation: GroupFormation, now: float) -> Any:

@@ -82,7 +82,7 @@ class Trainer:
 
     @property
     def progress(self) -> Any:
-        return self.optimizer.collaboration.progress
+        return self.optimizer.rounds.view
 
 
 def end(swarm: Swarm) -> None:
@@ -336,7 +336,7 @@ def attacked(honest: int, attacks: Sequence[Attack], seed: int, seconds: float) 
             swarm.events.listen(hear)
         else:
             hostile.add(swarm.id.hex())
-            fired.append(attacks[number](swarm, optimizer.collaboration.progress.prefix))
+            fired.append(attacks[number](swarm, optimizer.rounds.view.prefix))
         while True:
             toy.loss_of(net, optimizer.global_step, slice(0, SAMPLES)).backward()
             optimizer.step(samples=SAMPLES)

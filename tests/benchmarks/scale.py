@@ -124,9 +124,9 @@ def step_as_peer(parent: Channel, millions: float, peers: int, dtype: str, inner
     bare.zero_grad()
     gc.collect()
     before_mib = memory_mib("status", "VmRSS:")
-    optimizer = swarm.optimizer(bare, target_batch_size=1, matchmaking_timeout_s=30.0)
+    optimizer = swarm.optimizer(bare, target_batch_size=1)
     parent.call(invite="" if invites else str(swarm.invite()))
-    wait_trainers(swarm, optimizer.collaboration, peers)
+    wait_trainers(swarm, optimizer.rounds, peers)
     found = dict[str, float]()
     while True:
         parent.call(**found)

@@ -103,8 +103,8 @@ def joined(swarm: Swarm, net: nn.Module, name: str) -> SwarmOptimizer:
 
 def meet(optimizer: SwarmOptimizer) -> None:
     """Wait for the other peer, so that both start at step 0."""
-    while len(optimizer.collaboration.progress.known.all) < 2:
-        optimizer._runtime.call(optimizer.collaboration.rounds.refresh())
+    while len(optimizer.rounds.view.all) < 2:
+        optimizer._runtime.call(optimizer.rounds.refresh())
 
 
 def use_trainer(swarm: Swarm, folder: Path, name: str) -> tuple[nn.Module, Record]:

@@ -20,7 +20,7 @@ from colab_swarm.mailbox.rounds import LEFT, Farewell, RoundChain, StateHead, un
 from colab_swarm.mailbox.view import LEAST_PAUSE_S
 from colab_swarm.net.peers import PeerId
 from colab_swarm.swarm.swarm import Swarm
-from colab_swarm.training.collaboration import Due
+from colab_swarm.training.trainer import Due
 from tests.mailbox.run import SETTINGS, Create, Trained, agree, count, fail, faults, manifests, train
 from tests.training.toy import ROWS, join_training, loss_of, model, take, wait_for_peers
 
@@ -57,7 +57,7 @@ def test_keys_that_cannot_delete_are_enough_for_all_members_but_one() -> None:
     def life(swarm: Swarm) -> bytes:
         optimizer = join_training(swarm, net := model(), **SETTINGS)
         if swarm.name != "alice":
-            optimizer.collaboration.rounds._journal.bucket.delete = refuse  # type: ignore[attr-defined]
+            optimizer.rounds._journal.bucket.delete = refuse  # type: ignore[attr-defined]
         while optimizer.global_step < 52:
             take(optimizer, net, optimizer.global_step, slice(0, 4))
         return optimizer.lineage
@@ -103,7 +103,7 @@ def test_no_round_waits_for_a_member_that_has_said_farewell(forged: bool) -> Non
                 """Bob's farewell in alice's name, in each round."""
                 folder, _, name = path.rpartition("/")
                 if name == bob.id.hex():
-                    part: Any = bob.optimizers["model"].collaboration.rounds
+                    part: Any = bob.optimizers["model"].rounds
                     journal, chain = part._journal, part._follower.chain
                     await write(
                         f"{folder}/{sim.swarms['alice'].id.hex()}{LEFT}",
@@ -256,9 +256,9 @@ def test_wait_step_ends_in_time_though_the_bucket_is_away(overlap: bool) -> None
 def follow_a_plan(swarm: Swarm, **settings: Any) -> torch.Tensor:
     """Four rounds of three local steps each, of one batch."""
     optimizer = join_training(
-        swarm, net := model(), target_batch_size=40, local_steps=3, matchmaking_timeout_s=20.0, **settings
+        swarm, net := model(), target_batch_size=40, local_steps=3, **settings
     )
-    part, rows = optimizer.collaboration, ROWS[swarm.name]
+    part, rows = optimizer.rounds, ROWS[swarm.name]
     swarm.runtime.call(asyncio.sleep(30.0))
     if not swarm.services.mailbox:
         wait_for_peers(swarm, optimizer, 2)

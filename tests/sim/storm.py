@@ -126,7 +126,7 @@ class Liar:
     """Makes a peer lie; each lie is an event of its history."""
 
     def __init__(self, how: str, optimizer: SwarmOptimizer, swarm: Swarm) -> None:
-        self.how, self._swarm, self._progress = how, swarm, optimizer.collaboration.progress
+        self.how, self._swarm, self._progress = how, swarm, optimizer.rounds.view
         handlers, prefix = swarm.services.router._handlers, self._progress.prefix
         if how == "hangs":
             handlers[JoinRound][prefix] = self._hang

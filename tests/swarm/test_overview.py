@@ -43,7 +43,7 @@ def test_a_trainer_sees_links_speeds_its_share_and_the_last_rounds() -> None:
 def test_a_peer_that_computes_nothing_is_no_trainer(state: str) -> None:
     with cs.simulate(peers=1, network="lan") as simulation:
         swarm = simulation.swarms["alice"]
-        progress = join_training(swarm, model()).collaboration.progress
+        progress = join_training(swarm, model()).rounds.view
         progress.known.own = msgspec.structs.replace(progress.known.own, samples_per_s=5.0)
         assert [(row.role, row.compute_samples_per_s) for row in swarm.snapshot().peers] == [("trainer", 5.0)]
         progress.known.own = msgspec.structs.replace(progress.known.own, **{state: True})

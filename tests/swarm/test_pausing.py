@@ -100,7 +100,7 @@ def test_a_training_cell_waits_while_the_button_is_pressed(capsys: pytest.Captur
         assert optimizer.step(samples=10) is not None
         timer.join()
         assert capsys.readouterr().out.count("This peer is paused") == 1
-        assert not optimizer.collaboration.progress.known.own.paused
+        assert not optimizer.rounds.view.own.paused
 
 
 def test_leaving_inside_a_block_is_fine() -> None:

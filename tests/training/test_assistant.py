@@ -32,7 +32,7 @@ def simulation(*clients: str, network: str = "home", seed: int = 1) -> Simulatio
 
 def wait_for(swarm: Swarm, optimizer: SwarmOptimizer, trainers: int) -> None:
     """Until this peer knows of the assistant and of all trainers."""
-    collaboration = optimizer.collaboration
+    collaboration = optimizer.rounds
     while len(collaboration.progress.known.all) < trainers or not collaboration.progress.known.assistants:
         swarm.runtime.call(collaboration.rounds.refresh())
 
@@ -42,7 +42,7 @@ def train_halves(swarm: Swarm, steps: int) -> Result:
     if swarm.name not in HALVES:
         swarm.serve_as_reducer()
         return None
-    optimizer = toy.join_training(swarm, net := toy.model(), matchmaking_timeout_s=20.0)
+    optimizer = toy.join_training(swarm, net := toy.model())
     wait_for(swarm, optimizer, len(HALVES))
     toy.train_rows(optimizer, net, HALVES[swarm.name], steps)
     return toy.parameters_of(net), optimizer.lineage
@@ -170,8 +170,8 @@ def test_an_assistant_that_stops_says_so_and_counts_no_more() -> None:
             assert "stopped" in repr(assistance)
             return 0
         optimizer = toy.join_training(swarm, toy.model())
-        swarm.runtime.call(optimizer.collaboration.rounds.refresh())
-        return len(optimizer.collaboration.progress.known.assistants)
+        swarm.runtime.call(optimizer.rounds.refresh())
+        return len(optimizer.rounds.view.assistants)
 
     with simulation("bob") as sim:
         assert sim.run(train)["bob"] == 0

@@ -36,7 +36,7 @@ def stale_reference(steps: int) -> torch.Tensor:
 
 def train_delayed(swarm: Swarm, steps: int) -> tuple[torch.Tensor, bytes]:
     """Each peer takes its own rows of each step's batch, once; the next batch is computed while a round runs."""
-    optimizer = toy.join_training(swarm, net := toy.model(), matchmaking_timeout_s=20.0, overlap=True)
+    optimizer = toy.join_training(swarm, net := toy.model(), overlap=True)
     toy.wait_for_peers(swarm, optimizer, len(toy.ROWS))
     rows = toy.ROWS[swarm.name]
     for step in range(steps):
@@ -44,7 +44,7 @@ def train_delayed(swarm: Swarm, steps: int) -> tuple[torch.Tensor, bytes]:
         optimizer.step(samples=rows.stop - rows.start)
         while optimizer._gathered.samples:  # until a round has begun with them
             optimizer._trainer.land(wait=True)
-            optimizer._trainer.act(swarm.runtime.call(optimizer.collaboration.wait_due(float("inf"))))
+            optimizer._trainer.act(swarm.runtime.call(optimizer.rounds.wait_due(float("inf"))))
     optimizer.wait_step()
     return toy.parameters_of(net), optimizer.lineage
 

@@ -356,8 +356,8 @@ def test_a_record_has_the_peers_present_addresses() -> None:
         for listen in (True, False, True):
             sim.network.by_name[swarm.name].announce(("ws://alice:1",) if listen else ())
             toy.take(optimizer, net, optimizer.global_step)
-            swarm.runtime.call(optimizer.collaboration.rounds._records.exchange())
-            own = optimizer.collaboration.progress.known.own
+            swarm.runtime.call(optimizer.rounds._records.exchange())
+            own = optimizer.rounds.view.own
             published.append((own.reduces, own.addresses))
         return published
 
@@ -371,7 +371,7 @@ def test_a_record_is_published_again_after_an_error_that_is_no_peers() -> None:
 
     def train(swarm: Swarm) -> None:
         optimizer = toy.join_training(swarm, toy.model())
-        rounds = optimizer.collaboration.rounds
+        rounds = optimizer.rounds
 
         def loss() -> float | None:
             if broken:

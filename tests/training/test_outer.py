@@ -202,7 +202,6 @@ def train(swarm: Swarm, count: int, told: dict[str, Told], **settings: Any) -> t
         net := model(),
         target_batch_size=TARGET,
         local_steps=STEPS,
-        matchmaking_timeout_s=20,
         **settings,
     )
     wait_for_peers(swarm, optimizer, count)

@@ -53,7 +53,7 @@ def train_beside_idle_peers(swarm: Swarm, active: str, pauses: bool) -> tuple[in
 
     Returns the step before that, the lineage at the end, and whether the step only rose in between.
     """
-    optimizer = join_training(swarm, net := model(), target_batch_size=16, matchmaking_timeout_s=5.0)
+    optimizer = join_training(swarm, net := model(), target_batch_size=16)
     wait_for_peers(swarm, optimizer, 3)
     steps: list[int] = []
 

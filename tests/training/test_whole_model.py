@@ -46,7 +46,7 @@ def test_a_bare_step_counts_the_batch_size_and_a_closure_its_loss() -> None:
         optimizer.zero_grad()
         with pytest.raises(RuntimeError, match="no parameter has a gradient"):
             optimizer.step()
-        return toy.parameters_of(net), optimizer.collaboration.progress.known.own.loss
+        return toy.parameters_of(net), optimizer.rounds.view.own.loss
 
     parameters, loss = toy.alone(train)
     net = toy.model()
@@ -128,7 +128,6 @@ def test_a_round_averages_the_buffers_by_samples() -> None:
             target_batch_size=32,
             batch_size=mine,
             model=net,
-            matchmaking_timeout_s=20.0,
         )
         toy.wait_for_peers(swarm, optimizer, 2)
         x_BI, y_BO = batch(mine, mine)
@@ -185,7 +184,6 @@ def test_weights_weigh_the_mean_and_samples_fill_the_batch() -> None:
             torch.optim.SGD(net.parameters(), lr=1.0),
             target_batch_size=30,
             weight_unit="target tokens",
-            matchmaking_timeout_s=20.0,
         )
         toy.wait_for_peers(swarm, optimizer, 3)
         with pytest.raises(ValueError, match="this swarm weighs by target tokens"):

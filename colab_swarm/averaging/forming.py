@@ -1,0 +1,250 @@
+"""The pure core of an organizer: who stands here, whose state counts, and the group once the batch is full.
+
+Members of a group are all that stand here. Those that *hold* the state of the branch contribute by their tickets, the
+others follow with weight 0. `Batch` decides who computes what.
+"""
+
+import hashlib
+import math
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+
+import msgspec
+
+from colab_swarm.averaging.grants import Batch, Participant
+from colab_swarm.averaging.group import (
+    Attend,
+    Group,
+    GroupMember,
+    Report,
+    RoundTerms,
+    Strategy,
+    Ticket,
+    offer_of,
+    wrong_numbers,
+)
+from colab_swarm.net.patience import Patience
+from colab_swarm.net.peers import Contact, PeerId
+
+_MOST_TARGETS = 4.0  # that a peer's samples may exceed its grant by
+
+
+def branch_of(states: Mapping[PeerId, tuple[int, bytes]], first: Callable[[PeerId], bool]) -> tuple[int, bytes]:
+    """Return the step that at least half of the peers have reached, and on it the lineage that most of them hold.
+
+    Ties fall to those of whom ``first(peer)`` is true, then to the smallest id.
+    """
+    steps = sorted((step for step, _ in states.values()), reverse=True)
+    step = steps[(len(steps) - 1) // 2]
+    votes = Counter(lineage for reached, lineage in states.values() if reached == step)
+    holders = [peer for peer, (reached, _) in states.items() if reached == step]
+    leader = min(holders, key=lambda peer: (-votes[states[peer][1]], not first(peer), peer))
+    return step, states[leader][1]
+
+
+def order_of(group_key: bytes, peers: Iterable[PeerId]) -> list[PeerId]:
+    """Return the order in which peers would organize the step after a group; all compute the same."""
+    return sorted(set(peers), key=lambda peer: hashlib.sha256(group_key + peer).digest())
+
+
+def holders_of(group: Group) -> set[PeerId]:
+    """Return the members that have the parameters; the others follow."""
+    return {group.members[index].id for index in group.holders}
+
+
+@dataclass(frozen=True)
+class FormationSettings:
+    """What all peers of a collaboration agree on.
+
+    Attributes:
+        terms: of its rounds; step and lineage are those of the branch.
+        target: samples of a step.
+        least: members before the first grant.
+    """
+
+    terms: RoundTerms
+    target: float
+    strategy: Strategy
+    least: int = 1
+
+
+@dataclass
+class Action:
+    """What the organizer does now: it sends these grants, or the group; if nothing happens it looks again then."""
+
+    grants: dict[PeerId, float] = field(default_factory=dict)
+    group: Group | None = None
+    look_at: float = math.inf
+
+
+class Formation:
+    """Forms the groups of an organizer, step after step; ``now`` is monotonic seconds.
+
+    Attributes:
+        key: id of the last group; empty at the begin.
+        contacts: of those that stand here.
+        batch: of the present step.
+        missing: live holders of the last group that do not stand here and have not said that they have no group of
+            this step. The service sets it; no group is formed before they have answered.
+    """
+
+    def __init__(
+        self, settings: FormationSettings, me: PeerId, last: Group | None, patience: Patience[PeerId], now: float
+    ) -> None:
+        self.settings = settings
+        self.key = last.round_id if last else b""
+        self.contacts: dict[PeerId, Contact] = {}
+        self.missing: Collection[PeerId] = ()
+        self._me = me
+        self._patience = patience
+        self._assistants: dict[PeerId, Ticket] = {}
+        self._before = holders_of(last) if last else set()
+        self.batch = Batch(settings.target, self.key, patience, now)
+
+    # What peers say.
+
+    def on_attend(self, peer: PeerId, message: Attend, now: float) -> str:
+        """Take a peer that comes to stand here; return why not, or nothing."""
+        terms = self.settings.terms
+        if not terms.numel and message.assistant is None:
+            # An assistant knows no model until a trainer comes.
+            terms = message.terms
+            self.settings = replace(self.settings, terms=terms, target=message.target)
+            self.batch.target = message.target
+        if message.contact.id != peer:
+            return "a contact is personal"
+        if message.assistant is not None:
+            self._assistants[peer] = message.assistant
+        elif (message.terms, message.target) != (terms, self.settings.target):
+            return "it trains another model, or with other settings"
+        self.contacts[peer] = message.contact
+        return ""
+
+    def on_report(self, peer: PeerId, report: Report, now: float) -> str:
+        """Take a report; return what is wrong with it, or nothing."""
+        ticket = report.ticket
+        one = self.batch.participants.get(peer)
+        if ticket is not None:
+            granted = one.granted if one else 0.0
+            if ticket.samples > granted + _MOST_TARGETS * self.settings.target:
+                return f"it counts {ticket.samples:g} samples of {self.settings.target:g}"
+            if why := wrong_numbers(ticket):
+                return why
+        self.batch.on_report(peer, report, now)
+        self._judge()
+        return ""
+
+    def on_lost(self, peer: PeerId) -> None:
+        """Forget a peer whose stream has ended."""
+        self.batch.on_lost(peer)
+        self.contacts.pop(peer, None)
+        self._assistants.pop(peer, None)
+        self._judge()
+
+    def on_left(self, peer: PeerId) -> None:
+        """Forget a peer that leaves: the others do not count it among those that live."""
+        self.on_lost(peer)
+        self._before.discard(peer)
+
+    @property
+    def branch(self) -> tuple[int, bytes] | None:
+        """Step and lineage of the state that counts; None: nobody here has one."""
+        states = {}
+        for peer, one in self.batch.participants.items():
+            if one.report is not None and one.report.step >= 0:
+                states[peer] = one.report.step, one.report.lineage
+        if not states:
+            return None
+        return branch_of(states, self._organized)
+
+    def _organized(self, peer: PeerId) -> bool:
+        return peer == self._me
+
+    def _judge(self) -> None:
+        """Set who holds the state that counts."""
+        branch = self.branch
+        for one in self.batch.participants.values():
+            if one.report is not None:
+                one.holds = (one.report.step, one.report.lineage) == branch
+
+    # What comes of it.
+
+    def next_action(self, now: float, live: Collection[PeerId]) -> Action:
+        """Return what to do now; ``live``: the peers that are believed to live, whether they stand here or not."""
+        holders = [one for one in self.batch.participants.values() if one.holds and one.report]
+        if not self.key and len(holders) < self.settings.least:
+            return Action()
+        action = Action(self.batch.next_grants(now), look_at=self.batch.look_at(now))
+        if not action.grants and self.batch.full and not self.missing and self._has_quorum(holders, live):
+            action.group = self._form(now)
+        return action
+
+    def _has_quorum(self, holders: Iterable[Participant], live: Collection[PeerId]) -> bool:
+        """Return True if more than half of the last group's holders that live are here."""
+        here = self._before & {one.peer for one in holders}
+        alive = here | self._before.intersection(live)
+        return 2 * len(here) > len(alive) or not alive
+
+    def _form(self, now: float) -> Group:
+        step, lineage = self.branch or (0, b"")
+        terms = msgspec.structs.replace(self.settings.terms, step=step, lineage=lineage)
+        tickets: dict[PeerId, Ticket] = {}
+        for peer, contact in sorted(self.contacts.items()):
+            one = self.batch.participants.get(peer)
+            ticket = Ticket(terms, 0.0, reduces=False)
+            if one is not None and one.ready and one.report is not None and one.report.ticket is not None:
+                ticket = one.report.ticket
+            elif peer in self._assistants:
+                ticket = self._assistants[peer]
+            tickets[peer] = msgspec.structs.replace(ticket, terms=terms, reduces=ticket.reduces and bool(contact.addresses))
+        plan = self.settings.strategy(list(tickets.values()))
+        grants = self.batch.next_shares(now)
+        members = []
+        holders = []
+        for index, (peer, ticket) in enumerate(tickets.items()):
+            offer = offer_of(ticket)
+            contact = self.contacts[peer]
+            members.append(
+                GroupMember(peer, contact.addresses, ticket.weight, plan.shares[index], *offer, samples=ticket.samples)
+            )
+            one = self.batch.participants.get(peer)
+            if one is not None and one.holds:
+                holders.append(index)
+        seed = hashlib.sha256(repr((now, self._me, self.key)).encode()).digest()[:16]
+        return Group(
+            seed,
+            terms,
+            tuple(members),
+            plan.averaging_s or None,
+            plan.explanation,
+            plan.bottleneck,
+            grants=tuple(grants.get(peer, 0.0) for peer in tickets),
+            holders=tuple(holders),
+            organizer=self._next_organizer(),
+        )
+
+    def _next_organizer(self) -> PeerId:
+        """Return this peer, unless a dialable holder's micro-batches take less than half as long."""
+        own = self.batch.participants.get(self._me)
+        if own is None or not own.seconds:
+            return self._me
+        best = own
+        for one in self.batch.participants.values():
+            if one.holds and one.seconds and self.contacts[one.peer].addresses and one.seconds < best.seconds:
+                best = one
+        return best.peer if 2 * best.seconds < own.seconds else self._me
+
+    def on_group(self, group: Group, now: float) -> None:
+        """Begin the next step: all that stand here stay, with the grants of the group."""
+        before = self.batch.participants
+        self.key = group.round_id
+        self._before = holders_of(group)
+        self.batch = Batch(self.settings.target, self.key, self._patience, now)
+        for member, granted in zip(group.members, group.grants, strict=True):
+            if member.id in before:
+                one = before[member.id]
+                late_at = now + self.batch.limit_s(one) + (group.predicted_s or 0.0)
+                self.batch.participants[member.id] = Participant(
+                    member.id, granted, granted, None, one.holds, late_at, one.seconds, one.samples, now
+                )

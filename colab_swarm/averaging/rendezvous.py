@@ -1,0 +1,480 @@
+"""Where the groups of a collaboration form: a peer stands at the organizer, or is the organizer.
+
+The stream to the organizer stands step after step. `Share` is what this peer reports on it, and what it is granted.
+If the organizer is lost, all go to the next one of the last group's order, which asks the others before it forms a
+group: one of them may have got the group of this step already.
+"""
+
+import asyncio
+import logging
+import math
+import statistics
+from collections import deque
+from collections.abc import Awaitable, Callable, Collection, Sequence
+from typing import Protocol
+
+from colab_swarm.averaging.forming import Formation, FormationSettings, holders_of, order_of
+from colab_swarm.averaging.grants import REPORT_S
+from colab_swarm.averaging.group import Attend, Group, News, Report, RoundRefused, Ticket, Whereabouts
+from colab_swarm.averaging.router import PrefixRouter
+from colab_swarm.errors import PeerError, require
+from colab_swarm.events import PeerRefused
+from colab_swarm.net.patience import LeftOut, Patience
+from colab_swarm.net.peers import Contact, PeerId, Role, Stream, StreamEnded, end_tasks, remember, short
+from colab_swarm.runtime import loop_now, wait_until, wake
+
+logger = logging.getLogger(__name__)
+
+_DIAL_S = 5.0
+_ANSWER_S = 3.0  # to a question; a busy notebook answers late
+_SILENCE_S = 5.0  # of an organizer, before it is asked whether it is there
+_LOOK_S = 2.0  # between two looks for a better organizer before the first group
+_PAUSE_S = 0.1  # between two organizers
+_GONE_S = 2.0  # an organizer that failed is not asked, at first
+_KEPT_GROUPS = 4
+_REMEMBERED_TIMES = 5
+
+
+class Share:
+    """This peer's part of a step. The trainer's thread counts, the event loop reports.
+
+    Attributes:
+        step, lineage: of the state that it holds; -1: none.
+        granted, counted: samples of the present step.
+        away: it computes nothing for now.
+        final: the ticket stands, and it computes for the next step.
+        ticket: it has computed what was granted, and waits for the group.
+        assistant: it trains nothing, and offers this.
+    """
+
+    def __init__(self) -> None:
+        self.step = -1
+        self.lineage = b""
+        self.granted = 0.0
+        self.counted = 0.0
+        self.away = False
+        self.final = False
+        self.ticket: Ticket | None = None
+        self.assistant: Ticket | None = None
+        self._samples = 0.0
+        self._times_s: deque[float] = deque(maxlen=_REMEMBERED_TIMES)
+        self._begun_at = math.inf  # the present micro-batch; nothing is known of the first one
+        self._aside: float | None = None  # the counted samples of a final ticket, while the trainer counts on
+
+    @property
+    def samples(self) -> float:
+        """Samples of a micro-batch; 0: not known."""
+        return self._samples
+
+    @property
+    def batch_s(self) -> float:
+        """What a micro-batch takes, the median of the last ones; 0: not known."""
+        return statistics.median(self._times_s) if self._times_s else 0.0
+
+    def work(self, now: float) -> None:
+        """The trainer computes from now on."""
+        self._begun_at = now
+
+    def count(self, samples: float, now: float) -> None:
+        """Count a micro-batch: the trainer computed it since `work`, or since the last one."""
+        if self._begun_at <= now:
+            self._times_s.append(max(now - self._begun_at, 1e-6))
+        self._samples = samples
+        self.counted += samples
+        self._begun_at = now
+
+    @property
+    def used_up(self) -> bool:
+        return self.counted >= self.granted
+
+    @property
+    def nearly(self) -> bool:
+        """The last micro-batch of the grant begins."""
+        return self.counted + self._samples >= self.granted
+
+    def begin(self, granted: float) -> None:
+        """A group has formed: what follows counts for the next step."""
+        self.granted = granted
+        if self._aside is None:
+            self.counted = 0.0
+        self._aside = None
+        self.final = False
+        self.ticket = None
+
+    def depart(self) -> None:
+        """The ticket that follows is final, and what is counted from now on is of the next step."""
+        self._aside = self.counted
+        self.counted = 0.0
+
+    def returned(self) -> None:
+        """The ticket found no group: its samples count again."""
+        self.counted += self._aside or 0.0
+        self._aside = None
+
+    def report(self, now: float) -> Report:
+        age_s = 0.0
+        if self.ticket is None and not self.away:
+            age_s = max(0.0, now - self._begun_at)
+        counted = self.counted if self._aside is None else self._aside
+        return Report(
+            self.step,
+            self.lineage,
+            counted=counted,
+            granted=self.granted,
+            batch_samples=self._samples,
+            batch_s=self.batch_s,
+            age_s=age_s,
+            away=self.away,
+            final=self.final,
+            ticket=self.ticket,
+        )
+
+
+class Neighbourhood(Protocol):
+    """What the owner of a `Rendezvous` knows of the others, and is told."""
+
+    async def organizers(self) -> Sequence[Contact]:
+        """Return who may organize, by the records, the best first; this peer among them."""
+        ...
+
+    def live(self) -> Collection[PeerId]:
+        """Return the other trainers that are believed to live."""
+        ...
+
+    def helpers(self) -> Collection[PeerId]:
+        """Return the assistants that are believed to live."""
+        ...
+
+    def on_group(self, group: Group) -> None:
+        """A group with this peer has formed; `Share` is that of the next step."""
+        ...
+
+    def on_granted(self) -> None:
+        """The grant of this peer has changed."""
+        ...
+
+
+class Rendezvous:
+    """A peer's part in the groups of the collaboration ``prefix``.
+
+    Attributes:
+        share: this peer's part of the present step. After a change, `tell` reports it.
+        group: the last one with this peer; its id is the ``key``.
+        organizer: at whom this peer stands; None: it looks for one.
+    """
+
+    def __init__(
+        self, router: PrefixRouter, prefix: str, settings: FormationSettings, neighbourhood: Neighbourhood
+    ) -> None:
+        self._router = router
+        self._peers = router.peers
+        self._events = router.events
+        self._prefix = prefix
+        self.settings = settings
+        self._neighbourhood = neighbourhood
+        self.share = Share()
+        self.group: Group | None = None
+        self.organizer: Contact | None = None
+        self.formation: Formation | None = None  # while this peer organizes
+        self._patience = Patience[PeerId](60.0)
+        self._gone = LeftOut[PeerId](_GONE_S, 60.0)
+        self._groups: dict[bytes, Group] = {}  # by the id of the one before
+        self._queues: dict[PeerId, asyncio.Queue[News]] = {}  # to those that stand here
+        self._told: PeerId | None = None  # the organizer that another peer named
+        self._refused = b""  # the key after which this peer has refused a minority once
+        self._changed = asyncio.Event()  # the formation may have something to do
+        self._report_due = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+        router.serve_stream(prefix, Attend, self._serve_attend, Role.REDUCER)
+        router.serve(prefix, Whereabouts, self._serve_whereabouts, Role.REDUCER)
+
+    @property
+    def key(self) -> bytes:
+        return self.group.round_id if self.group else b""
+
+    @property
+    def me(self) -> PeerId:
+        return self._peers.id
+
+    def start(self) -> None:
+        if self._task is None:
+            self._task = asyncio.create_task(self._stand(), name="rendezvous")
+
+    def close(self) -> None:
+        self._router.unserve(self._prefix, Attend, Whereabouts)
+        for task in (self._task, *self._tasks):
+            if task is not None:
+                task.cancel()
+
+    async def leave(self) -> None:
+        """Stand nowhere any more; the organizer hears that this peer goes."""
+        task, self._task = self._task, None
+        if task is not None:
+            await end_tasks(task)
+
+    def tell(self) -> None:
+        """Report the share now."""
+        self._report_due.set()
+
+    # As one that looks for the organizer.
+
+    async def _stand(self) -> None:
+        while True:
+            contact = await self._choose()
+            try:
+                if contact.id == self.me:
+                    await self._organize()
+                else:
+                    await self._attend(contact)
+            except (PeerError, TimeoutError, ValueError) as error:
+                logger.info("the organizer %s is lost: %s", short(contact.id), error)
+                self._gone.fail(contact.id, loop_now())
+                if isinstance(error, ValueError):
+                    self._events.emit(PeerRefused(loop_now(), contact.id.hex(), "a group", str(error)))
+            finally:
+                self.organizer = None
+            await asyncio.sleep(_PAUSE_S)
+
+    async def _choose(self) -> Contact:
+        """Return at whom to stand: the organizer that the last group names, else the next in its order."""
+        while True:
+            order = [self._told] if self._told else []
+            self._told = None
+            if self.group is not None:
+                contacts = {member.id: member.addresses for member in self.group.members}
+                holders = [peer for peer in holders_of(self.group) if contacts[peer]]
+                assistants = [member.id for member in self.group.members if member.assists]
+                order += [self.group.organizer, *order_of(self.key, holders), *order_of(self.key, assistants)]
+            now = loop_now()
+            for peer in order:
+                if peer == self.me or not self._gone.holds(peer, now):
+                    return self._peers.contact_of(peer)
+            for contact in await self._neighbourhood.organizers():
+                self._peers.learn(contact)
+                if contact.id == self.me or not self._gone.holds(contact.id, now):
+                    return contact
+            await asyncio.sleep(_PAUSE_S)
+
+    async def _attend(self, organizer: Contact) -> None:
+        """Stand at an organizer until it names another one, or is lost (`PeerError`)."""
+        async with await self._peers.stream(organizer.id, self._opening(), timeout_s=_DIAL_S) as stream:
+            require(self._peers.role_of(organizer.id) >= Role.REDUCER, "its role does not let it organize")
+            self.organizer = organizer
+            reports = asyncio.create_task(self._send_reports(stream.send))
+            try:
+                while await self._hear(stream):
+                    pass
+            finally:
+                await end_tasks(reports)
+
+    def _opening(self) -> Attend:
+        settings = self.settings
+        return Attend(self._peers.contact, self.key, settings.terms, settings.target, self.share.assistant)
+
+    async def _hear(self, stream: Stream) -> bool:
+        """Take the next news; return False if another peer organizes."""
+        try:
+            async with asyncio.timeout(_SILENCE_S):
+                news, _ = await stream.receive(News)
+        except TimeoutError:
+            # It may have nothing to say, or be frozen.
+            ask = Whereabouts(self._prefix, self.key)
+            news = await self._peers.call(stream.peer, ask, News, timeout_s=_ANSWER_S)
+        self._on_news(news)
+        if news.organizer is not None and news.organizer.id != stream.peer:
+            self._peers.learn(news.organizer)
+            self._told = news.organizer.id
+            return False
+        return self.group is None or news.group is None or self.group.organizer == stream.peer
+
+    async def _send_reports(self, send: Callable[[Report], Awaitable[None]]) -> None:
+        """Report the share when it has changed, and each second while this peer computes."""
+        while True:
+            self._report_due.clear()
+            await send(self.share.report(loop_now()))
+            await wait_until(loop_now() + REPORT_S if self._computes() else None, self._report_due)
+
+    def _computes(self) -> bool:
+        share = self.share
+        return share.ticket is None and not share.away and share.granted > 0
+
+    def _on_news(self, news: News) -> None:
+        """Raises ValueError if no honest organizer says it, RoundRefused if the group has too few members."""
+        require(not news.refusal, news.refusal, PeerError)
+        if news.group is not None:
+            self._on_group(news.group)
+        elif news.granted is not None and news.key == self.key:
+            self.share.granted = news.granted
+            self._report_due.set()
+            self._neighbourhood.on_granted()
+
+    def _on_group(self, group: Group) -> None:
+        group.check()
+        index = group.index_of(self.me)
+        require(index is not None and len(group.grants) == len(group.members), "a group without this peer")
+        assert index is not None
+        ticket = self.share.ticket
+        weight = group.members[index].weight
+        require(not weight or (ticket is not None and ticket.weight == weight), "it has another ticket of this peer")
+        self._check_quorum(group)
+        remember(self._groups, self.key, group, _KEPT_GROUPS)
+        for member in group.members:
+            if member.addresses:
+                self._peers.learn(Contact(member.id, member.addresses))
+        self.group = group
+        self.share.begin(group.grants[index])
+        self._neighbourhood.on_group(group)
+
+    def _check_quorum(self, group: Group) -> None:
+        """Refuse a minority of the last group once, and a group of this peer alone each time, while others live."""
+        if self.group is None:
+            return
+        before = holders_of(self.group)
+        here = before & {member.id for member in group.members}
+        alive = here | before.intersection(self._neighbourhood.live())
+        if 2 * len(here) > len(alive) or (len(here) > 1 and self._refused == self.key):
+            return
+        self._refused = self.key
+        missing = len(alive) - len(here)
+        raise RoundRefused("unreachable", f"{missing} of {len(alive)} trainers are not in the group")
+
+    # As the organizer.
+
+    async def _organize(self) -> None:
+        """Form groups until another peer organizes."""
+        formation = Formation(self.settings, self.me, self.group, self._patience, loop_now())
+        self.formation = formation
+        self.organizer = self._peers.contact
+        formation.on_attend(self.me, self._opening(), loop_now())
+        asking = asyncio.create_task(self._look_for_others(formation))
+        reports = asyncio.create_task(self._send_reports(self._report_here))
+        wake(self._changed)
+        try:
+            while self._told is None and (self.group is None or self.group.organizer in (self.me, b"")):
+                now = loop_now()
+                action = formation.next_action(now, self._neighbourhood.live())
+                for peer, granted in action.grants.items():
+                    self._send(peer, News(formation.key, granted))
+                if action.group is not None:
+                    self._announce(formation, action.group)
+                    continue
+                await wait_until(min(action.look_at, now + _LOOK_S), self._changed)
+        finally:
+            self.formation = None
+            await end_tasks(asking, reports)
+            for queue in self._queues.values():
+                queue.put_nowait(News(self.key, organizer=self._contact_of_next()))
+            self._queues = {}
+
+    def _contact_of_next(self) -> Contact | None:
+        if self.group is None or self.group.organizer == self.me:
+            return None
+        return self._peers.contact_of(self.group.organizer)
+
+    def _announce(self, formation: Formation, group: Group) -> None:
+        """Tell all that stand here, then this peer, whose part of the round keeps a core busy."""
+        news = News(formation.key, group=group)
+        formation.on_group(group, loop_now())
+        for peer in self._queues:
+            self._send(peer, news)
+        if group.index_of(self.me) is not None:
+            self._on_group(group)
+
+    def _send(self, peer: PeerId, news: News) -> None:
+        if peer == self.me:
+            self._on_news(news)
+        elif peer in self._queues:
+            self._queues[peer].put_nowait(news)
+
+    async def _report_here(self, report: Report) -> None:
+        if self.formation is not None:
+            self.formation.on_report(self.me, report, loop_now())
+            wake(self._changed)
+
+    async def _look_for_others(self, formation: Formation) -> None:
+        """Ask the live members of the last group that do not stand here: one may have the group of this step.
+
+        Before the first group, look whether another peer organizes.
+        """
+        while True:
+            for helper in set(self._neighbourhood.helpers()) - formation.contacts.keys():
+                # It comes when it hears of this collaboration.
+                self._tasks.add(task := asyncio.create_task(self._ask(formation, helper)))
+                task.add_done_callback(self._tasks.discard)
+            if self.group is None:
+                await asyncio.sleep(_LOOK_S)
+                best = (await self._neighbourhood.organizers())[0]
+                if best.id != self.me and not self._gone.holds(best.id, loop_now()):
+                    self._told = best.id
+                    wake(self._changed)
+                continue
+            missing = holders_of(self.group).intersection(self._neighbourhood.live()) - formation.contacts.keys()
+            formation.missing = missing
+            await asyncio.gather(*(self._ask(formation, peer) for peer in sorted(missing)))
+            await wait_until(loop_now() + 1.0, self._changed)
+
+    async def _ask(self, formation: Formation, peer: PeerId) -> None:
+        try:
+            answer = await self._peers.call(peer, Whereabouts(self._prefix, formation.key), News, timeout_s=_ANSWER_S)
+        except PeerError:
+            answer = News(b"")
+        formation.missing = set(formation.missing) - {peer}
+        if answer.group is not None and formation.key == self.key:
+            self._announce(formation, answer.group)
+        elif answer.organizer is not None and answer.organizer.id not in (self.me, peer):
+            if not self._gone.holds(answer.organizer.id, loop_now()):
+                self._peers.learn(answer.organizer)
+                self._told = answer.organizer.id
+        wake(self._changed)
+
+    async def _serve_whereabouts(self, peer: PeerId, ask: Whereabouts) -> News:
+        return News(self.key, group=self._groups.get(ask.key), organizer=self.organizer)
+
+    async def _serve_attend(self, message: Attend, stream: Stream) -> None:
+        if self.formation is None and (message.key != self.key or self.organizer is None):
+            # It heard of the group before this peer.
+            await wait_until(loop_now() + 1.0, self._changed)
+        async with stream:
+            formation = self.formation
+            group = self._groups.get(message.key)
+            if formation is None or (group is not None and group.index_of(stream.peer) is not None):
+                await stream.send(News(self.key, group=group, organizer=self.organizer))
+                return
+            refusal = formation.on_attend(stream.peer, message, loop_now())
+            if refusal:
+                await stream.send(News(self.key, refusal=refusal))
+                return
+            queue = self._queues[stream.peer] = asyncio.Queue[News]()
+            sending = asyncio.create_task(self._send_news(stream, queue))
+            try:
+                await self._take_reports(stream, formation, queue)
+            finally:
+                await end_tasks(sending)
+
+    async def _send_news(self, stream: Stream, queue: asyncio.Queue[News]) -> None:
+        while True:
+            await stream.send(await queue.get())
+
+    async def _take_reports(self, stream: Stream, formation: Formation, queue: asyncio.Queue[News]) -> None:
+        peer = stream.peer
+        left = False
+        try:
+            while self.formation is formation and self._queues.get(peer) is queue:
+                report, _ = await stream.receive(Report)
+                problem = formation.on_report(peer, report, loop_now())
+                if problem:
+                    self._events.emit(PeerRefused(loop_now(), peer.hex(), "a ticket", problem))
+                wake(self._changed)
+        except StreamEnded:
+            left = True
+        except PeerError as error:
+            logger.info("%s stands here no more: %s", short(peer), error)
+        finally:
+            if self._queues.get(peer) is queue and self.formation is formation:
+                del self._queues[peer]
+                if left:
+                    formation.on_left(peer)
+                else:
+                    formation.on_lost(peer)
+                wake(self._changed)
