@@ -61,12 +61,14 @@ class FormationSettings:
         terms: of its rounds; step and lineage are those of the branch.
         target: samples of a step.
         least: members before the first grant.
+        agree: whether two members have equal rates and states, by their tickets.
     """
 
     terms: RoundTerms
     target: float
     strategy: Strategy
     least: int = 1
+    agree: Callable[[Ticket, Ticket], bool] = lambda one, other: True
 
 
 @dataclass
@@ -211,6 +213,7 @@ class Formation:
             one = self.batch.participants.get(peer)
             if one is not None and one.holds:
                 holders.append(index)
+        witness, agreeing = self._elect(tickets)
         seed = hashlib.sha256(repr((now, self._me, self.key)).encode()).digest()[:16]
         return Group(
             seed,
@@ -222,7 +225,26 @@ class Formation:
             grants=tuple(grants.get(peer, 0.0) for peer in tickets),
             holders=tuple(holders),
             organizer=self._next_organizer(),
+            witness=witness,
+            agreeing=agreeing,
         )
+
+    def _elect(self, tickets: Mapping[PeerId, Ticket]) -> tuple[Ticket | None, tuple[int, ...]]:
+        """Return the ticket whose rates and sketch most members have, and these members.
+
+        Of equally many, those count that changed nothing by their own account, then those with this organizer.
+        """
+        shown = {peer: ticket for peer, ticket in tickets.items() if ticket.weight and ticket.rates}
+        if len(shown) < 2:
+            return None, ()
+        agree = self.settings.agree
+        same = {
+            peer: [other for other, theirs in shown.items() if agree(ticket, theirs)]
+            for peer, ticket in shown.items()
+        }
+        first = min(shown, key=lambda peer: (-len(same[peer]), shown[peer].changed, peer != self._me, peer))
+        order = list(tickets)
+        return shown[first], tuple(order.index(peer) for peer in same[first])
 
     def _next_organizer(self) -> PeerId:
         """Return this peer, unless a dialable holder's micro-batches take less than half as long."""

@@ -118,6 +118,10 @@ class Ticket(Message, frozen=True):
     unused: _Flags = b""  # the tensors for which it has no gradient
     loss: float | None = None  # mean of its contribution
     samples: float = 0.0  # of which it contributes the mean, for people and for the batch
+    rates: Annotated[tuple[float, ...], msgspec.Meta(max_length=8)] = ()  # of learning, now and then
+    # Of its state, now and then: see `colab_swarm.training.sketch`
+    sketch: Annotated[tuple[float, ...], msgspec.Meta(max_length=60)] = ()
+    changed: bool = False  # its parameters changed outside a step, by its own account
 
 
 class GroupMember(Message, frozen=True):
@@ -191,6 +195,8 @@ class Group(Message, frozen=True):
     holders: tuple[int, ...] = ()  # the members that have the parameters; the others follow
     organizer: PeerId = PeerId(b"")  # of the next step
     dropped: tuple[tuple[PeerId, str], ...] = ()  # whose samples are not in it, and why
+    witness: Ticket | None = None  # its rates and sketch are those of most members
+    agreeing: tuple[int, ...] = ()  # the members that have the same
 
     @property
     def round_id(self) -> bytes:

@@ -1,10 +1,32 @@
-"""Compares what this peer applies, and what came of it, with the other trainers: learning rates and sketches."""
+"""Compares what this peer applies, and what came of it, with the other trainers: learning rates and sketches.
 
+Both are in the tickets of each tenth step. The group names the ticket that most members agree with.
+"""
+
+import math
+
+from colab_swarm.averaging.group import Group, Ticket
 from colab_swarm.errors import MismatchError, require
-from colab_swarm.events import EventLog
-from colab_swarm.net.peers import PeerId
-from colab_swarm.training.sketch import StateSketch
+from colab_swarm.events import EventLog, Fault, Notice
+from colab_swarm.net.peers import PeerId, short
+from colab_swarm.runtime import loop_now
+from colab_swarm.training.records import Rates
+from colab_swarm.training.sketch import SKETCH_STEPS, StateCheck, StateSketch, Verdict
 from colab_swarm.training.view import SwarmView
+
+_RATE_TOLERANCE = 1e-6  # of learning rates, relative
+
+
+def equal_rates(rates: Rates, others: Rates) -> bool:
+    return len(rates) == len(others) and all(
+        math.isclose(rate, other, rel_tol=_RATE_TOLERANCE) for rate, other in zip(rates, others, strict=True)
+    )
+
+
+def sketch_of(ticket: Ticket) -> StateSketch | None:
+    if not ticket.sketch:
+        return None
+    return StateSketch(ticket.terms.step, ticket.terms.lineage, ticket.sketch)
 
 
 class Comparison:
@@ -20,14 +42,90 @@ class Comparison:
         """Rounds move ``drift_bytes`` between two states that are loaded because rounding moved this peer's."""
         self.deviant = False
         self.moved_bytes = 0
+        self._drift_bytes = drift_bytes
+        self._view = view
+        self._tolerance = tolerance
+        self._events = events
+        self._check = StateCheck(tolerance)
+        self._sketch: StateSketch | None = None  # of the last step that had one
         self._refusal = ""
 
     def check(self) -> None:
         """Raise `MismatchError` if this peer must not train on."""
         require(not self._refusal, self._refusal, MismatchError)
 
-    def on_loaded(self, donors: tuple[PeerId, ...]) -> None:
-        self.deviant = False
-
     def on_sketch(self, sketch: StateSketch | None) -> None:
-        return
+        """Take the sketch of the state after a step, if there is one."""
+        self._sketch = sketch
+
+    def on_loaded(self, donors: tuple[PeerId, ...]) -> None:
+        """Compare this peer's state, which it has from the donors, before it is a witness for others."""
+        self.deviant = False
+        self._sketch = None
+        self._check.on_loaded(donors)
+
+    def shown(self, rates: Rates, step: int) -> tuple[Rates, tuple[float, ...]]:
+        """Return the rates and the sketch for the ticket of a step; empty where there is nothing to compare."""
+        if step % SKETCH_STEPS:
+            return (), ()
+        sketch = self._sketch
+        if sketch is None or sketch.step != step or self._check.donors:
+            return rates, ()
+        return rates, sketch.values
+
+    def agree(self, one: Ticket, other: Ticket) -> bool:
+        """Return whether two tickets of one step show equal rates and states."""
+        if not equal_rates(one.rates, other.rates):
+            return False
+        mine = sketch_of(one)
+        theirs = sketch_of(other)
+        return mine is None or theirs is None or mine.distance(theirs) <= self._tolerance
+
+    def on_group(self, group: Group, rates: Rates) -> None:
+        """Compare this peer with the witness of a group, if it has one."""
+        witness = group.witness
+        if witness is None:
+            return
+        if not equal_rates(rates, witness.rates):
+            theirs = ", ".join(f"{rate:g}" for rate in witness.rates)
+            own = ", ".join(f"{rate:g}" for rate in rates)
+            self._refusal = (
+                f"at step {group.terms.step} the swarm has the learning rate {theirs}, this peer {own}: give all peers "
+                "the same scheduler=… with the same arguments, and change no rate by hand"
+            )
+            return
+        sketch = sketch_of(witness)
+        own_sketch = self._sketch
+        if sketch is None or own_sketch is None or not sketch.is_of_step(own_sketch):
+            return
+        agreeing = [group.members[index].id for index in group.agreeing]
+        corrects = self.moved_bytes >= self._drift_bytes and self._view.me not in agreeing[:1]
+        verdict = self._check.judge(own_sketch, sketch, agreeing, corrects=corrects)
+        if verdict is not None:
+            self._on_deviation(verdict, own_sketch.distance(sketch))
+
+    def _on_deviation(self, verdict: Verdict, gap: float) -> None:
+        now = loop_now()
+        donors = self._check.donors
+        if verdict is Verdict.DRIFTS:
+            self.moved_bytes = 0
+            text = f"is rounded in another way than the first one's, by {gap:.1e} of its norm: that is loaded"
+            self._events.emit(Notice(now, f"this peer's state {text}"))
+        elif verdict is Verdict.FALSE:
+            names = ", ".join(map(short, donors))
+            text = f"is not what most peers hold, since {names} gave it: it is loaded again, from others"
+            self._events.emit(Fault(now, "this peer's state", text))
+            self._view.distrust(donors, now=now)
+        else:
+            cause = "its learning rates, its optimizer or its data type may differ"
+            if self._view.own.changed:
+                cause = (
+                    "its parameters were changed outside optimizer.step(), as model.load_state_dict() after "
+                    "swarm.optimizer(…) does"
+                )
+            text = f"left that of the others, by {gap:.2%} of its norm: {cause}. Theirs is loaded."
+            self._events.emit(Fault(now, "this peer's state", text))
+            if verdict is Verdict.AGAIN:
+                self._refusal = f"this peer's state {text} For the second time, so it trains no more here"
+        self._view.update(syncing=True)
+        self.deviant = True

@@ -218,7 +218,8 @@ class Gradients:
         unused = b""
         if self.weight and not self._replica.rule.local:
             unused = bits_of(self._unused)
-        return Offer(self.weight, self.loss.value, unused)
+        evidence = self._replica.evidence
+        return Offer(self.weight, self.loss.value, unused, evidence.rates, evidence.changed)
 
     def contribution(self) -> RoundInput:
         """Return what to average; all gradients are settled."""

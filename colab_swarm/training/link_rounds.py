@@ -5,12 +5,14 @@ rounds in which it does not contribute are kept, and it applies them in order, s
 """
 
 import asyncio
+import dataclasses
 import logging
 import math
 from collections.abc import AsyncGenerator, Collection, Sequence
 from functools import partial
 
 import numpy as np
+from msgspec.structs import replace
 
 from colab_swarm.averaging.forming import FormationSettings, holders_of
 from colab_swarm.averaging.group import Group, RoundTerms, Ticket
@@ -63,7 +65,7 @@ class LinkRounds(Rounds):
         self._shares = AdaptiveShares()
         codecs = settings.compression, settings.mean_compression
         terms = RoundTerms(settings.prefix, 0, b"", model.numel, model.schema, *codecs)
-        formation = FormationSettings(terms, self.view.round_samples, self._shares, least=1)
+        formation = FormationSettings(terms, self.view.round_samples, self._shares, agree=self.comparison.agree)
         self._rendezvous = Rendezvous(services.router, settings.prefix, formation, self)
         self.share = self._rendezvous.share
         self._group: Group | None = None  # has this peer's ticket, and is not averaged yet
@@ -163,8 +165,7 @@ class LinkRounds(Rounds):
         self._news.set()
 
     def _formation_settings(self) -> FormationSettings:
-        before = self._rendezvous.settings
-        settings = FormationSettings(before.terms, before.target, before.strategy, self.view.min_peers)
+        settings = dataclasses.replace(self._rendezvous.settings, least=self.view.min_peers)
         if self._rendezvous.formation is not None:
             self._rendezvous.formation.settings = settings
         return settings
@@ -198,6 +199,7 @@ class LinkRounds(Rounds):
         index = group.index_of(self.services.peers.id)
         assert index is not None
         if group.members[index].weight:
+            self.comparison.on_group(group, self.view.own.rates)
             self._group = group
         else:
             task = self._tasks.spawn(self._follow(group))
@@ -232,8 +234,11 @@ class LinkRounds(Rounds):
         peers = self.services.peers
         terms = self._rendezvous.settings.terms
         up, down = self._bandwidth.known()
+        own = self.view.own
+        rates, sketch = self.comparison.shown(offer.rates, own.step)
+        self.view.update(rates=offer.rates, changed=offer.changed)
         share.ticket = Ticket(
-            terms,
+            replace(terms, step=own.step, lineage=own.lineage),
             offer.weight,
             bool(peers.contact.addresses),
             up,
@@ -242,6 +247,9 @@ class LinkRounds(Rounds):
             unused=offer.unused,
             loss=offer.loss,
             samples=share.report(loop_now()).counted,
+            rates=rates,
+            sketch=sketch,
+            changed=offer.changed,
         )
         share.final = final
         share.away = idle

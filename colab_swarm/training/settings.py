@@ -84,6 +84,8 @@ class Offer:
     weight: float  # in the mean
     loss: float | None = None
     unused: bytes = b""  # the bits of the tensors without a gradient
+    rates: tuple[float, ...] = ()  # of learning, at this step
+    changed: bool = False  # the parameters changed outside a step
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,6 @@ _DISTRUST_S = 300.0  # of a donor whose state does not load, at first
 _MAX_DISTRUST_S = 6 * 3600.0
 _MOST_ASSISTANTS = 16
 _URGENT = ("syncing", "paused", "organizer")  # the others should hear of it at once
-_RATE_TOLERANCE = 1e-6  # of learning rates, relative
 _JUST_BROKEN_S = 2.0  # a record that was written so shortly before a link broke may come afterwards
 
 
@@ -287,9 +286,3 @@ class SwarmView:
     def seconds_to_batch(self, now: float) -> float:
         """Return when the batch will be full, about; infinite while no speed is known."""
         return max(0.0, self.round_samples - self.samples(now)) / (self.samples_per_s() or 1e-300)
-
-
-def equal_rates(rates: Rates, others: Rates) -> bool:
-    return len(rates) == len(others) and all(
-        math.isclose(rate, other, rel_tol=_RATE_TOLERANCE) for rate, other in zip(rates, others, strict=True)
-    )
