@@ -302,7 +302,7 @@ class Rendezvous:
     def _on_news(self, news: News) -> None:
         """Raises ValueError if no honest organizer says it, RoundRefused if the group has too few members."""
         require(not news.refusal, news.refusal, PeerError)
-        if news.group is not None:
+        if news.group is not None and news.group.index_of(self.me) is not None:
             self._on_group(news.group)
         elif news.granted is not None and news.key == self.key:
             self.share.granted = news.granted

@@ -350,7 +350,7 @@ def peer_rows(
         step = trainers[peers.id].step
     for peer, record in sorted(trainers.items()):
         role = _role(record, step)
-        trains = not record.absent and role != "away"
+        trains = not record.paused and role != "away"
         rows[peer] = replace(
             _row(peers, peer, record.name, role, bool(record.addresses), now),
             step=record.step,
