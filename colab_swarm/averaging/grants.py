@@ -15,6 +15,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import msgspec
+
 from colab_swarm.averaging.group import Report
 from colab_swarm.net.patience import Patience
 from colab_swarm.net.peers import PeerId
@@ -274,7 +276,16 @@ class Batch:
             if count:
                 one.granted = one.obeys = one.counted + one.left + count * one.samples
                 changed[one.peer] = one.granted
+                self._void_ticket(one, now)
         return changed
+
+    def _void_ticket(self, one: Participant, now: float) -> None:
+        """A peer that was ready computes again, as soon as it hears of its grant."""
+        report = one.report
+        if report is not None and report.ticket is not None:
+            one.report = msgspec.structs.replace(report, ticket=None, age_s=0.0)
+            one.begun_at = now
+            one.late_at = now + self.limit_s(one)
 
     def next_shares(self, now: float) -> dict[PeerId, float]:
         """Return the first grants of the next step, by what this one has shown."""

@@ -145,8 +145,11 @@ class Neighbourhood(Protocol):
         """Return the assistants that are believed to live."""
         ...
 
-    def on_group(self, group: Group) -> None:
-        """A group with this peer has formed; `Share` is that of the next step."""
+    def on_group(self, group: Group, *, contributes: bool) -> None:
+        """A group with this peer has formed; `Share` is that of the next step.
+
+        ``contributes``: by its present ticket. It may have withdrawn that too late.
+        """
         ...
 
     def on_granted(self) -> None:
@@ -316,7 +319,7 @@ class Rendezvous:
         assert index is not None
         ticket = self.share.ticket
         weight = group.members[index].weight
-        require(not weight or (ticket is not None and ticket.weight == weight), "it has another ticket of this peer")
+        contributes = bool(weight) and ticket is not None and ticket.weight == weight
         self._check_quorum(group)
         remember(self._groups, self.key, group, _KEPT_GROUPS)
         for member in group.members:
@@ -324,7 +327,7 @@ class Rendezvous:
                 self._peers.learn(Contact(member.id, member.addresses))
         self.group = group
         self.share.begin(group.grants[index])
-        self._neighbourhood.on_group(group)
+        self._neighbourhood.on_group(group, contributes=contributes)
 
     def _check_quorum(self, group: Group) -> None:
         """Refuse a minority of the last group once, and a group of this peer alone each time, while others live."""

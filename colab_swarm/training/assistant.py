@@ -180,7 +180,7 @@ class _Part:
     def on_granted(self) -> None:
         """Do nothing: it computes nothing."""
 
-    def on_group(self, group: Group) -> None:
+    def on_group(self, group: Group, *, contributes: bool) -> None:
         self.used_at = loop_now()
         too_large = _VECTORS_IN_MEMORY * 4 * group.terms.numel > _memory_bytes()
         if len(self._rounds) < _MAX_ROUNDS and not too_large:

@@ -195,10 +195,13 @@ class LinkRounds(Rounds):
     def on_granted(self) -> None:
         self._news.set()
 
-    def on_group(self, group: Group) -> None:
+    def on_group(self, group: Group, *, contributes: bool) -> None:
         index = group.index_of(self.services.peers.id)
         assert index is not None
-        if group.members[index].weight:
+        if group.members[index].weight and not contributes:
+            # The others await a contribution that is gone: this peer cannot follow with weight 0.
+            self._needs_state = True
+        elif contributes:
             self.comparison.on_group(group, self.view.own.rates)
             self._group = group
         else:
