@@ -286,6 +286,7 @@ class Whereabouts(Message, frozen=True):
 
     prefix: Annotated[str, msgspec.Meta(max_length=MAX_TEXT)]
     key: _Digest
+    organizes: bool = False  # who asks
 
 
 class News(Message, frozen=True):

@@ -30,7 +30,7 @@ _ANSWER_S = 3.0  # to a question; a busy notebook answers late
 _SILENCE_S = 5.0  # of an organizer, before it is asked whether it is there
 _LOOK_S = 2.0  # between two looks for a better organizer before the first group
 _PAUSE_S = 0.1  # between two organizers
-_GONE_S = 2.0  # an organizer that failed is not asked, at first
+_GONE_S = 15.0  # an organizer that failed is not asked, at first
 _KEPT_GROUPS = 4
 _REMEMBERED_TIMES = 5
 
@@ -183,7 +183,8 @@ class Rendezvous:
         self._gone = LeftOut[PeerId](_GONE_S, 60.0)
         self._groups: dict[bytes, Group] = {}  # by the id of the one before
         self._queues: dict[PeerId, asyncio.Queue[News]] = {}  # to those that stand here
-        self._told: PeerId | None = None  # the organizer that another peer named
+        self._told: PeerId | None = None  # the organizer that another peer named; this peer goes there
+        self._moved = asyncio.Event()  # set with ``_told``
         self._refused = b""  # the key after which this peer has refused a minority once
         self._changed = asyncio.Event()  # the formation may have something to do
         self._report_due = asyncio.Event()
@@ -220,22 +221,37 @@ class Rendezvous:
         """Report the share now."""
         self._report_due.set()
 
+    def move(self, organizer: Contact) -> None:
+        """Stand at another organizer, whose swarm has gone another way."""
+        if self.organizer is not None and self.organizer.id != organizer.id:
+            self.group = None
+            self._peers.learn(organizer)
+            self._go(organizer.id)
+
+    def _go(self, organizer: PeerId) -> None:
+        self._told = organizer
+        self._moved.set()
+
     # As one that looks for the organizer.
 
     async def _stand(self) -> None:
         while True:
             contact = await self._choose()
+            self._moved.clear()
+            work = self._organize() if contact.id == self.me else self._attend(contact)
+            standing = asyncio.create_task(work, name=f"stand at {short(contact.id)}")
+            moving = asyncio.create_task(self._moved.wait())
             try:
-                if contact.id == self.me:
-                    await self._organize()
-                else:
-                    await self._attend(contact)
+                await asyncio.wait([standing, moving], return_when=asyncio.FIRST_COMPLETED)
+                if standing.done():
+                    standing.result()
             except (PeerError, TimeoutError, ValueError) as error:
                 logger.info("the organizer %s is lost: %s", short(contact.id), error)
                 self._gone.fail(contact.id, loop_now())
                 if isinstance(error, ValueError):
                     self._events.emit(PeerRefused(loop_now(), contact.id.hex(), "a group", str(error)))
             finally:
+                await end_tasks(standing, moving)
                 self.organizer = None
             await asyncio.sleep(_PAUSE_S)
 
@@ -244,11 +260,7 @@ class Rendezvous:
         while True:
             order = [self._told] if self._told else []
             self._told = None
-            if self.group is not None:
-                contacts = {member.id: member.addresses for member in self.group.members}
-                holders = [peer for peer in holders_of(self.group) if contacts[peer]]
-                assistants = [member.id for member in self.group.members if member.assists]
-                order += [self.group.organizer, *order_of(self.key, holders), *order_of(self.key, assistants)]
+            order += self._order()
             now = loop_now()
             for peer in order:
                 if peer == self.me or not self._gone.holds(peer, now):
@@ -258,6 +270,21 @@ class Rendezvous:
                 if contact.id == self.me or not self._gone.holds(contact.id, now):
                     return contact
             await asyncio.sleep(_PAUSE_S)
+
+    def _order(self) -> list[PeerId]:
+        """Return who may organize after the last group, the best first."""
+        if self.group is None:
+            return []
+        addresses = {member.id: member.addresses for member in self.group.members}
+        holders = [peer for peer in holders_of(self.group) if addresses[peer]]
+        assistants = [member.id for member in self.group.members if member.assists]
+        order = [self.group.organizer, *order_of(self.key, holders), *order_of(self.key, assistants)]
+        return list(dict.fromkeys(order))
+
+    def _is_better(self, peer: PeerId, other: PeerId) -> bool:
+        """Return whether the first one would rather organize after the last group."""
+        order = self._order()
+        return peer in order and (other not in order or order.index(peer) < order.index(other))
 
     async def _attend(self, organizer: Contact) -> None:
         """Stand at an organizer until it names another one, or is lost (`PeerError`)."""
@@ -354,7 +381,8 @@ class Rendezvous:
         reports = asyncio.create_task(self._send_reports(self._report_here))
         wake(self._changed)
         try:
-            while self._told is None and (self.group is None or self.group.organizer in (self.me, b"")):
+            before = self.group
+            while self.group is before or self.group is None or self.group.organizer == self.me:
                 now = loop_now()
                 action = formation.next_action(now, self._neighbourhood.live())
                 for peer, granted in action.grants.items():
@@ -409,8 +437,7 @@ class Rendezvous:
                 await asyncio.sleep(_LOOK_S)
                 best = (await self._neighbourhood.organizers())[0]
                 if best.id != self.me and not self._gone.holds(best.id, loop_now()):
-                    self._told = best.id
-                    wake(self._changed)
+                    self._go(best.id)
                 continue
             missing = holders_of(self.group).intersection(self._neighbourhood.live()) - formation.contacts.keys()
             formation.missing = missing
@@ -418,20 +445,27 @@ class Rendezvous:
             await wait_until(loop_now() + 1.0, self._changed)
 
     async def _ask(self, formation: Formation, peer: PeerId) -> None:
+        ask = Whereabouts(self._prefix, formation.key, organizes=True)
         try:
-            answer = await self._peers.call(peer, Whereabouts(self._prefix, formation.key), News, timeout_s=_ANSWER_S)
+            answer = await self._peers.call(peer, ask, News, timeout_s=_ANSWER_S)
         except PeerError:
             answer = News(b"")
         formation.missing = set(formation.missing) - {peer}
         if answer.group is not None and formation.key == self.key:
             self._announce(formation, answer.group)
-        elif answer.organizer is not None and answer.organizer.id not in (self.me, peer):
-            if not self._gone.holds(answer.organizer.id, loop_now()):
+        elif answer.organizer is not None and answer.key == self.key:
+            other = answer.organizer.id
+            if not self._gone.holds(other, loop_now()) and self._is_better(other, self.me):
                 self._peers.learn(answer.organizer)
-                self._told = answer.organizer.id
+                self._go(other)
         wake(self._changed)
 
     async def _serve_whereabouts(self, peer: PeerId, ask: Whereabouts) -> News:
+        organizer = self.organizer
+        if ask.organizes and ask.key == self.key and organizer is not None and organizer.id != peer:
+            # Two organize: this peer goes to the better one.
+            if self._is_better(peer, organizer.id):
+                self._go(peer)
         return News(self.key, group=self._groups.get(ask.key), organizer=self.organizer)
 
     async def _serve_attend(self, message: Attend, stream: Stream) -> None:

@@ -392,6 +392,7 @@ class LinkRounds(Rounds):
         for attempt in range(_ATTEMPTS):
             await self._exchange()
             self.check()
+            self._rendezvous.move(self.view.organizers(self.services.peers.contact)[0])
             donors = self._donors()
             if not donors:
                 if has_state or not reasons:
