@@ -229,6 +229,7 @@ class Rendezvous:
             self._go(organizer.id)
 
     def _go(self, organizer: PeerId) -> None:
+        self._gone.forgive(organizer)  # somebody stands there
         self._told = organizer
         self._moved.set()
 
@@ -314,7 +315,7 @@ class Rendezvous:
         self._on_news(news)
         if news.organizer is not None and news.organizer.id != stream.peer:
             self._peers.learn(news.organizer)
-            self._told = news.organizer.id
+            self._go(news.organizer.id)
             return False
         return self.group is None or news.group is None or self.group.organizer == stream.peer
 
