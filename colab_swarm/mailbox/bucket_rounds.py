@@ -63,6 +63,7 @@ class BucketRounds(Rounds):
         self._closed: ClosedRound | None = None  # the round whose mean the trainer applies
         self._saving: asyncio.Task[None] | None = None  # a state
         self._refused: BucketError | None = None  # why a round failed; `check` raises it
+        self._loop = asyncio.get_running_loop()
 
     async def start(self) -> None:
         journal = self._journal
@@ -149,7 +150,7 @@ class BucketRounds(Rounds):
         speed = share.samples / share.batch_s if share.batch_s else 0.0
         self.view.update(samples=share.counted, samples_per_s=speed)
         share.granted = self.view.round_samples * self._members.own_part()
-        self._show_members()
+        self._loop.call_soon_threadsafe(self._show_members)
 
     async def ready(
         self, offer: Offer, deadline: float = math.inf, *, idle: bool = False, final: bool = False

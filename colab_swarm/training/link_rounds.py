@@ -24,7 +24,7 @@ from colab_swarm.errors import MismatchError, PeerError, StateError
 from colab_swarm.events import Fault, Notice, PeerLeft, StateReceived
 from colab_swarm.markup import count
 from colab_swarm.net.peers import Contact, PeerId
-from colab_swarm.runtime import loop_now, own_loop, wait_until
+from colab_swarm.runtime import loop_now, wait_until
 from colab_swarm.tensors.chunks import CHUNK_TIMEOUT_S, Snapshot
 from colab_swarm.tensors.vector import HostVector
 from colab_swarm.training.records import Mean, ProgressRecord, StepTaken, progress_key
@@ -75,7 +75,7 @@ class LinkRounds(Rounds):
         self._steps = False  # the trainer has begun: until then this peer only follows
         self._news = asyncio.Event()
         self._states = StateSharing(services.router, settings.prefix, partial(asyncio.to_thread, model.snapshot))
-        self._loop = own_loop()
+        self._loop = asyncio.get_running_loop()
         self._stop_listening = services.peers.on_lost(self._on_lost)
 
     @property

@@ -119,6 +119,8 @@ class Trainer:
         result = None
         if self._is_due():
             result = self._turn()
+            if self._replica.rule.local and result is None:
+                self._step_alone()  # the first grant comes after the first micro-batch
         if landed is not None and self.due is not Due.ROUND:
             self.due = Due.LANDING
         return result or landed
@@ -138,7 +140,9 @@ class Trainer:
 
     def _is_due(self) -> bool:
         rounds = self._rounds
-        return rounds.share.used_up or rounds.behind or rounds.view.own.syncing or bool(rounds.missed())
+        # After a gradient that was not finite there may be nothing to wait with.
+        used_up = rounds.share.counted > 0 and rounds.share.used_up
+        return used_up or rounds.behind or rounds.view.own.syncing or bool(rounds.missed())
 
     def _turn(self, deadline: float = math.inf, *, idle: bool = False) -> RoundResult | None:
         """Wait, take steps with the swarm, and return when there is more to compute, or at the ``deadline``."""
