@@ -297,7 +297,7 @@ class LinkRounds(Rounds):
             return Ready.CATCH_UP
         if self._means:
             return Ready.FOLLOW
-        if not stays and not self.share.used_up:
+        if not stays and not self.share.used_up and not self._following:
             return Ready.COMPUTE
         return None
 
@@ -374,6 +374,10 @@ class LinkRounds(Rounds):
             step += 1
             lineage = mean.lineage_after(lineage)
         return means
+
+    @property
+    def parted(self) -> bool:
+        return bool(self._following or self._means)
 
     def missed(self) -> list[Mean]:
         return self._chain(self.view.own.step, self.view.own.lineage)

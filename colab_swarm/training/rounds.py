@@ -202,6 +202,11 @@ class Rounds(ABC):
         samples = outcome.result.samples
         self.view.on_step(samples, now=loop_now(), swarm_now=self.services.peers.time())
 
+    @property
+    def parted(self) -> bool:
+        """True if the others take or took a step without this peer: what it computes now is dropped. Thread-safe."""
+        return False
+
     def missed(self) -> list[Mean]:
         """Return the means of the steps that the others took without this peer, in order; they are to be applied."""
         return []

@@ -142,7 +142,7 @@ class Trainer:
         rounds = self._rounds
         # After a gradient that was not finite there may be nothing to wait with.
         used_up = rounds.share.counted > 0 and rounds.share.used_up
-        return used_up or rounds.behind or rounds.view.own.syncing or bool(rounds.missed())
+        return used_up or rounds.behind or rounds.view.own.syncing or rounds.parted
 
     def _turn(self, deadline: float = math.inf, *, idle: bool = False) -> RoundResult | None:
         """Wait, take steps with the swarm, and return when there is more to compute, or at the ``deadline``."""

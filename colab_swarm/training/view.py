@@ -246,13 +246,14 @@ class SwarmView:
 
     @property
     def min_peers(self) -> int:
-        """How many peers must train before the first step: as this peer asks for, or the run's authority.
+        """How many peers must train before the first step: as the run's authority asks for, or the first to join.
 
-        Where that one does not train, the first to join by its own account decides.
+        That is by its own account, so one that asks for fewer need not wait for more: whoever organizes heeds it.
         """
-        records = [self.all[peer] for peer in self.all if self._authorized(peer)] or self.all.values()
-        first = min(records, key=lambda record: record.joined_at)
-        return self.own.min_peers or first.min_peers or 1
+        records = self.all.values()
+        authorities = [self.all[peer] for peer in self.all if self._authorized(peer)]
+        first = min(authorities or records, key=lambda record: record.joined_at)
+        return min(record.min_peers or first.min_peers or 1 for record in records)
 
     @property
     def training(self) -> list[str]:
