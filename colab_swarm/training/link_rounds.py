@@ -65,16 +65,22 @@ class LinkRounds(Rounds):
         self._shares = AdaptiveShares()
         codecs = settings.compression, settings.mean_compression
         terms = RoundTerms(settings.prefix, 0, b"", model.numel, model.schema, *codecs)
-        formation = FormationSettings(terms, self.view.round_samples, self._shares, agree=self.comparison.agree)
+        formation = FormationSettings(
+            terms, self.view.round_samples, self._shares, agree=self.comparison.agree
+        )
         self._rendezvous = Rendezvous(services.router, settings.prefix, formation, self)
         self.share = self._rendezvous.share
         self._group: Group | None = None  # has this peer's ticket, and is not averaged yet
-        self._means: dict[tuple[int, bytes], Mean] = {}  # followed, by the step and lineage that they are applied to
+        self._means: dict[
+            tuple[int, bytes], Mean
+        ] = {}  # followed, by the step and lineage that they are applied to
         self._following: set[asyncio.Task[None]] = set()
         self._needs_state = False
         self._steps = False  # the trainer has begun: until then this peer only follows
         self._news = asyncio.Event()
-        self._states = StateSharing(services.router, settings.prefix, partial(asyncio.to_thread, model.snapshot))
+        self._states = StateSharing(
+            services.router, settings.prefix, partial(asyncio.to_thread, model.snapshot)
+        )
         self._loop = asyncio.get_running_loop()
         self._stop_listening = services.peers.on_lost(self._on_lost)
 
@@ -263,7 +269,11 @@ class LinkRounds(Rounds):
             while (ready := self._look(stays=idle or final)) is None and loop_now() < deadline:
                 self.check()
                 now = loop_now()
-                if now >= tell_at and self._rendezvous.group is None and len(self.view.training) < self.view.min_peers:
+                if (
+                    now >= tell_at
+                    and self._rendezvous.group is None
+                    and len(self.view.training) < self.view.min_peers
+                ):
                     self.tell_begin(self.view.min_peers, self.view.training)
                 self._news.clear()
                 await wait_until(min(deadline, now + _TELL_S), self._news)
@@ -430,9 +440,7 @@ class LinkRounds(Rounds):
         limit_bytes = most_state_bytes(self.model.numel)
         self.services.rng.shuffle(donors)
         text = f"waiting for the state of the swarm: {count(len(donors), 'donor')} slow or frozen"
-        telling = self._loop.call_later(
-            _SLOW_S, lambda: self.services.events.emit(Notice(loop_now(), text))
-        )
+        telling = self._loop.call_later(_SLOW_S, lambda: self.services.events.emit(Notice(loop_now(), text)))
         try:
             snapshot = await self._states.download(donors, limit_bytes, CHUNK_TIMEOUT_S)
         except StateError:

@@ -191,7 +191,9 @@ class SwarmView:
             elif there > step and self._path.get(there) == lineage and step in self._path:
                 reached[peer] = step, self._path[step]
         lineage = branch_of(reached, self._authorized)[1]
-        organizers = {self.all[peer].organizer for peer, state in reached.items() if state[1] == lineage} - {b""}
+        organizers = {self.all[peer].organizer for peer, state in reached.items() if state[1] == lineage} - {
+            b""
+        }
         members = frozenset(
             peer
             for peer, record in records
