@@ -30,7 +30,9 @@ from colab_swarm.net.peers import Contact, PeerId
 _MOST_TARGETS = 4.0  # that a peer's samples may exceed its grant by
 
 
-def branch_of(states: Mapping[PeerId, tuple[int, bytes]], first: Callable[[PeerId], bool]) -> tuple[int, bytes]:
+def branch_of(
+    states: Mapping[PeerId, tuple[int, bytes]], first: Callable[[PeerId], bool]
+) -> tuple[int, bytes]:
     """Return the step that at least half of the peers have reached, and on it the lineage that most of them hold.
 
     Ties fall to those of whom ``first(peer)`` is true, then to the smallest id.
@@ -92,7 +94,12 @@ class Formation:
     """
 
     def __init__(
-        self, settings: FormationSettings, me: PeerId, last: Group | None, patience: Patience[PeerId], now: float
+        self,
+        settings: FormationSettings,
+        me: PeerId,
+        last: Group | None,
+        patience: Patience[PeerId],
+        now: float,
     ) -> None:
         self.settings = settings
         self.key = last.round_id if last else b""
@@ -199,7 +206,9 @@ class Formation:
                 ticket = one.report.ticket
             elif peer in self._assistants:
                 ticket = self._assistants[peer]
-            tickets[peer] = msgspec.structs.replace(ticket, terms=terms, reduces=ticket.reduces and bool(contact.addresses))
+            tickets[peer] = msgspec.structs.replace(
+                ticket, terms=terms, reduces=ticket.reduces and bool(contact.addresses)
+            )
         plan = self.settings.strategy(list(tickets.values()))
         grants = self.batch.next_shares(now)
         members = []
@@ -208,7 +217,9 @@ class Formation:
             offer = offer_of(ticket)
             contact = self.contacts[peer]
             members.append(
-                GroupMember(peer, contact.addresses, ticket.weight, plan.shares[index], *offer, samples=ticket.samples)
+                GroupMember(
+                    peer, contact.addresses, ticket.weight, plan.shares[index], *offer, samples=ticket.samples
+                )
             )
             one = self.batch.participants.get(peer)
             if one is not None and one.holds:

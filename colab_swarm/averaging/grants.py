@@ -290,7 +290,9 @@ class Batch:
     def next_shares(self, now: float) -> dict[PeerId, float]:
         """Return the first grants of the next step, by what this one has shown."""
         able = [one for one in self.participants.values() if one.able and one.samples]
-        workers = [Worker(0.0, one.seconds or self._usual_s(), one.samples, _order(self.key, one)) for one in able]
+        workers = [
+            Worker(0.0, one.seconds or self._usual_s(), one.samples, _order(self.key, one)) for one in able
+        ]
         counts = plan(workers, self.target)
         return {one.peer: count * one.samples for one, count in zip(able, counts, strict=True)}
 

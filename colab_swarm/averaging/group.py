@@ -262,7 +262,9 @@ class Report(Message, frozen=True):
     batch_samples: Samples = 0.0  # of a micro-batch; 0: not known
     batch_s: Seconds = 0.0  # what one takes; 0: not known
     age_s: Seconds = 0.0  # since the present one began
-    away: bool = False  # it computes nothing for now: paused, without data, or in the step of another optimizer
+    away: bool = (
+        False  # it computes nothing for now: paused, without data, or in the step of another optimizer
+    )
     final: bool = False  # it computes on, but for the next step
     ticket: Ticket | None = None  # it has computed what was granted
 

@@ -440,7 +440,9 @@ class Rendezvous:
                 if best.id != self.me and not self._gone.holds(best.id, loop_now()):
                     self._go(best.id)
                 continue
-            missing = holders_of(self.group).intersection(self._neighbourhood.live()) - formation.contacts.keys()
+            missing = (
+                holders_of(self.group).intersection(self._neighbourhood.live()) - formation.contacts.keys()
+            )
             formation.missing = missing
             await asyncio.gather(*(self._ask(formation, peer) for peer in sorted(missing)))
             await wait_until(loop_now() + 1.0, self._changed)

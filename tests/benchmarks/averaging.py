@@ -174,9 +174,7 @@ def make_full_steps(parent: Channel, mode: str, numel: int, peers: int, *invites
 
     async def begin() -> Collaboration:
         own = ProgressRecord(0, b"same", 0.0, 1.0, syncing=False, reduces=True, name=swarm.name)
-        settings = TrainingSettings(
-            "bench", 1.0, compression="float16", mean_compression="float16"
-        )
+        settings = TrainingSettings("bench", 1.0, compression="float16", mean_compression="float16")
         model = TrainedModel(numel, b"", no_state, 0.0, lambda: None)
         made = Collaboration(LinkRounds(swarm.services, settings, own, model))
         await made.start()

@@ -41,11 +41,7 @@ def train(
 
         async def changed(path: str, data: bytes) -> bool:
             own = path.endswith(swarm.id.hex())
-            return (
-                await change(optimizer.rounds, create, path, data)
-                if own
-                else await create(path, data)
-            )
+            return await change(optimizer.rounds, create, path, data) if own else await create(path, data)
 
         bucket.create = changed
     while optimizer.global_step < rounds:

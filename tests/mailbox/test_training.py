@@ -255,9 +255,7 @@ def test_wait_step_ends_in_time_though_the_bucket_is_away(overlap: bool) -> None
 
 def follow_a_plan(swarm: Swarm, **settings: Any) -> torch.Tensor:
     """Four rounds of three local steps each, of one batch."""
-    optimizer = join_training(
-        swarm, net := model(), target_batch_size=40, local_steps=3, **settings
-    )
+    optimizer = join_training(swarm, net := model(), target_batch_size=40, local_steps=3, **settings)
     part, rows = optimizer.rounds, ROWS[swarm.name]
     swarm.runtime.call(asyncio.sleep(30.0))
     if not swarm.services.mailbox:
