@@ -50,6 +50,24 @@ def order_of(group_key: bytes, peers: Iterable[PeerId]) -> list[PeerId]:
     return sorted(set(peers), key=lambda peer: hashlib.sha256(group_key + peer).digest())
 
 
+def elect(
+    tickets: Mapping[PeerId, Ticket], agree: Callable[[Ticket, Ticket], bool], first: PeerId
+) -> tuple[Ticket | None, tuple[int, ...]]:
+    """Return the ticket whose rates and sketch most peers have, and the places of these.
+
+    Of equally many, those count that changed nothing by their own account, then those with ``first``.
+    """
+    shown = {peer: ticket for peer, ticket in tickets.items() if ticket.weight and ticket.rates}
+    if len(shown) < 2:
+        return None, ()
+    same = {}
+    for peer, ticket in shown.items():
+        same[peer] = [other for other, theirs in shown.items() if agree(ticket, theirs)]
+    best = min(shown, key=lambda peer: (-len(same[peer]), shown[peer].changed, first not in same[peer], peer))
+    order = list(tickets)
+    return shown[best], tuple(order.index(peer) for peer in same[best])
+
+
 def holders_of(group: Group) -> set[PeerId]:
     """Return the members that have the parameters; the others follow."""
     return {group.members[index].id for index in group.holders}
@@ -224,7 +242,7 @@ class Formation:
             one = self.batch.participants.get(peer)
             if one is not None and one.holds:
                 holders.append(index)
-        witness, agreeing = self._elect(tickets)
+        witness, agreeing = elect(tickets, self.settings.agree, self._me)
         seed = hashlib.sha256(repr((now, self._me, self.key)).encode()).digest()[:16]
         return Group(
             seed,
@@ -239,23 +257,6 @@ class Formation:
             witness=witness,
             agreeing=agreeing,
         )
-
-    def _elect(self, tickets: Mapping[PeerId, Ticket]) -> tuple[Ticket | None, tuple[int, ...]]:
-        """Return the ticket whose rates and sketch most members have, and these members.
-
-        Of equally many, those count that changed nothing by their own account, then those with this organizer.
-        """
-        shown = {peer: ticket for peer, ticket in tickets.items() if ticket.weight and ticket.rates}
-        if len(shown) < 2:
-            return None, ()
-        agree = self.settings.agree
-        same = {
-            peer: [other for other, theirs in shown.items() if agree(ticket, theirs)]
-            for peer, ticket in shown.items()
-        }
-        first = min(shown, key=lambda peer: (-len(same[peer]), shown[peer].changed, peer != self._me, peer))
-        order = list(tickets)
-        return shown[first], tuple(order.index(peer) for peer in same[first])
 
     def _next_organizer(self) -> PeerId:
         """Return this peer, unless a dialable holder's micro-batches take less than half as long."""

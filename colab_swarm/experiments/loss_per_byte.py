@@ -35,8 +35,8 @@ from colab_swarm.events import Event, RoundFinished
 from colab_swarm.experiments.report import Lines, Report, draw, reports
 from colab_swarm.swarm.swarm import Swarm
 from colab_swarm.tensors.codecs import codec_of
-from colab_swarm.training.collaboration import Collaboration
 from colab_swarm.training.communication import HOME_BPS, WAYS, plan_communication
+from colab_swarm.training.rounds import Rounds
 
 LOCAL_STEPS = 30
 STEP_S = 10.0
@@ -66,9 +66,9 @@ QUICK = Size(2, 64, 16, 40, 10, 2e-3)
 FULL = Size(4, 128, 32, 600, LOCAL_STEPS, 2e-3)
 
 
-def wait_trainers(swarm: Swarm, part: Collaboration, count: int) -> None:
+def wait_trainers(swarm: Swarm, part: Rounds, count: int) -> None:
     while len(part.view.all) < count:
-        swarm.runtime.call(part.rounds.refresh())
+        swarm.runtime.call(part.refresh())
 
 
 def ways(local_steps: int) -> dict[str, dict[str, Any]]:

@@ -7,6 +7,7 @@ from contextlib import suppress
 
 import numpy as np
 
+from colab_swarm.averaging.group import RoundTerms, Ticket
 from colab_swarm.averaging.result import RoundResult
 from colab_swarm.averaging.standing import Standing
 from colab_swarm.errors import BucketAway, BucketError, MismatchError, StateError, require
@@ -21,9 +22,10 @@ from colab_swarm.net.peers import PeerId, short
 from colab_swarm.runtime import loop_now
 from colab_swarm.tensors.chunks import Snapshot
 from colab_swarm.tensors.vector import HostVector
-from colab_swarm.training.records import Agreement, Mean, ProgressRecord, StepTaken, differing
+from colab_swarm.training.records import Agreement, Mean, ProgressRecord, Rates, StepTaken, differing
 from colab_swarm.training.rounds import CaughtUp, Ready, RoundOutcome, Rounds, TrainedModel, other_settings
 from colab_swarm.training.settings import Offer, PeerServices, RoundInput, TrainingSettings
+from colab_swarm.training.sketch import StateSketch
 from colab_swarm.training.view import SwarmView
 
 STOP_S = 60.0  # for a state to be written by a peer that leaves
@@ -60,6 +62,7 @@ class BucketRounds(Rounds):
             lambda: self.until,
             self._members.name_of,
         )
+        self._rates: Rates = ()  # of this peer's last contribution
         self._closed: ClosedRound | None = None  # the round whose mean the trainer applies
         self._saving: asyncio.Task[None] | None = None  # a state
         self._refused: BucketError | None = None  # why a round failed; `check` raises it
@@ -156,6 +159,8 @@ class BucketRounds(Rounds):
         self, offer: Offer, deadline: float = math.inf, *, idle: bool = False, final: bool = False
     ) -> Ready:
         # One that has no more data contributes what there is: no other peer's samples are waited for.
+        self._rates = offer.rates
+        self.view.update(rates=offer.rates)
         return Ready.CONTRIBUTE
 
     async def contribute(self, contribution: RoundInput) -> AsyncGenerator[RoundOutcome, None]:
@@ -222,14 +227,14 @@ class BucketRounds(Rounds):
 
     def _compare(self, closed: ClosedRound) -> None:
         """Compare the members' rates and states, by their contributions, with this peer's."""
-        round = closed.manifest.round
-        rates = {}
+        tickets = {}
         for contribution in closed.contributions.values():
             head = contribution.head
-            if head.round == round and head.rates:
-                rates[head.member] = head.rates
-        self.comparison.compare_rates(rates, round)
-        self.comparison.compare_states()
+            if head.round == closed.manifest.round:
+                sketch = head.sketch or StateSketch(head.round, b"", ())
+                terms = RoundTerms("", sketch.step, sketch.lineage, 0)
+                tickets[head.member] = Ticket(terms, 1.0, rates=head.rates, sketch=sketch.values)
+        self.comparison.on_tickets(tickets, self._rates)
 
     def _show_members(self) -> None:
         self.view.on_records(self._members.records(), now=loop_now())

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from colab_swarm.markup import milliseconds, size
-from colab_swarm.training.trainer import Due
 from colab_swarm.training.settings import TrainingSettings
+from colab_swarm.training.trainer import Due
 
 if TYPE_CHECKING:
     from torch import Tensor

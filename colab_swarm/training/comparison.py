@@ -4,7 +4,9 @@ Both are in the tickets of each tenth step. The group names the ticket that most
 """
 
 import math
+from collections.abc import Mapping, Sequence
 
+from colab_swarm.averaging.forming import elect
 from colab_swarm.averaging.group import Group, Ticket
 from colab_swarm.errors import MismatchError, require
 from colab_swarm.events import EventLog, Fault, Notice
@@ -57,6 +59,8 @@ class Comparison:
     def on_sketch(self, sketch: StateSketch | None) -> None:
         """Take the sketch of the state after a step, if there is one."""
         self._sketch = sketch
+        if sketch is not None and not self._check.donors:
+            self._view.update(sketch=sketch)
 
     def on_loaded(self, donors: tuple[PeerId, ...]) -> None:
         """Compare this peer's state, which it has from the donors, before it is a witness for others."""
@@ -83,14 +87,22 @@ class Comparison:
 
     def on_group(self, group: Group, rates: Rates) -> None:
         """Compare this peer with the witness of a group, if it has one."""
-        witness = group.witness
-        if witness is None:
-            return
+        if group.witness is not None:
+            self.on_witness(group.witness, [group.members[index].id for index in group.agreeing], rates)
+
+    def on_tickets(self, tickets: Mapping[PeerId, Ticket], rates: Rates) -> None:
+        """Compare this peer with most of these tickets, where no organizer has done so."""
+        witness, agreeing = elect(tickets, self.agree, min(tickets, default=self._view.me))
+        if witness is not None:
+            self.on_witness(witness, [list(tickets)[index] for index in agreeing], rates)
+
+    def on_witness(self, witness: Ticket, agreeing: Sequence[PeerId], rates: Rates) -> None:
+        """Compare this peer with what most others have; ``agreeing`` are these."""
         if not equal_rates(rates, witness.rates):
             theirs = ", ".join(f"{rate:g}" for rate in witness.rates)
             own = ", ".join(f"{rate:g}" for rate in rates)
             self._refusal = (
-                f"at step {group.terms.step} the swarm has the learning rate {theirs}, this peer {own}: give all peers "
+                f"at step {witness.terms.step} the swarm has the learning rate {theirs}, this peer {own}: give all peers "
                 "the same scheduler=… with the same arguments, and change no rate by hand"
             )
             return
@@ -98,7 +110,6 @@ class Comparison:
         own_sketch = self._sketch
         if sketch is None or own_sketch is None or not sketch.is_of_step(own_sketch):
             return
-        agreeing = [group.members[index].id for index in group.agreeing]
         corrects = self.moved_bytes >= self._drift_bytes and self._view.me not in agreeing[:1]
         verdict = self._check.judge(own_sketch, sketch, agreeing, corrects=corrects)
         if verdict is not None:

@@ -5,7 +5,6 @@ Once that is used up, `ready` waits until the peer should *contribute* a vector,
 apply. Beside that, the state of the model is given to late joiners, and taken from the others.
 """
 
-import asyncio
 import logging
 import math
 from abc import ABC, abstractmethod

@@ -7,7 +7,7 @@ trainer says that it is ready and hears that a group has formed, then it contrib
 import asyncio
 import logging
 import math
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Iterable
 from contextlib import aclosing
 from enum import Enum
 from functools import partial
@@ -159,7 +159,7 @@ class Trainer:
                 if not self._try_synchronize() or idle:
                     return result
             elif ready is Ready.FOLLOW:
-                result = self._follow() or result
+                self._follow()
             elif ready is Ready.CONTRIBUTE:
                 self.due = Due.ROUND
                 if self._replica.rule.delayed and not idle:
