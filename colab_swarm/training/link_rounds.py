@@ -238,6 +238,8 @@ class LinkRounds(Rounds):
     async def ready(
         self, offer: Offer, deadline: float = math.inf, *, idle: bool = False, final: bool = False
     ) -> Ready:
+        if self._group is not None:
+            return Ready.CONTRIBUTE
         self._begin()
         share = self.share
         peers = self.services.peers
@@ -320,6 +322,7 @@ class LinkRounds(Rounds):
         except PeerError as error:
             logger.info("no round for step %d: %s", group.terms.step, error)
             self._needs_state = True
+            self.share.counted += contribution.samples  # if this peer's own state counts
             return
         if any(member.weight for member in result.group.members):
             mean = Mean(contribution.vector, result.digest, group.unused, group.loss)

@@ -250,7 +250,11 @@ class Trainer:
         result = None
         async with aclosing(self._rounds.contribute(contribution)) as outcomes:
             async for outcome in outcomes:
-                taken = await asyncio.to_thread(self._apply, contribution, outcome, aside=aside)
+                try:
+                    taken = await asyncio.to_thread(self._apply, contribution, outcome, aside=aside)
+                except BaseException:
+                    self._rounds.share.counted += contribution.samples
+                    raise
                 await self._on_applied(outcome, taken)
                 if outcome.over:
                     result = outcome.result
