@@ -127,6 +127,8 @@ class Formation:
         self._patience = patience
         self._assistants: dict[PeerId, Ticket] = {}
         self._before = holders_of(last) if last else set()
+        self._before_state = last.terms.key if last else None  # of these, until their round is over
+        self._told: set[PeerId] = set()  # of the last group, before their next report
         self.batch = Batch(settings.target, self.key, patience, now)
 
     # What peers say.
@@ -150,6 +152,8 @@ class Formation:
 
     def on_report(self, peer: PeerId, report: Report, now: float) -> str:
         """Take a report; return what is wrong with it, or nothing."""
+        if peer in self._told and report.key != self.key:
+            return ""  # it is of the step before
         ticket = report.ticket
         one = self.batch.participants.get(peer)
         if ticket is not None:
@@ -167,6 +171,7 @@ class Formation:
         self.batch.on_lost(peer)
         self.contacts.pop(peer, None)
         self._assistants.pop(peer, None)
+        self._told.discard(peer)
         self._judge()
 
     def on_left(self, peer: PeerId) -> None:
@@ -179,11 +184,18 @@ class Formation:
         """Step and lineage of the state that counts; None: nobody here has one."""
         states = {}
         for peer, one in self.batch.participants.items():
-            if one.report is not None and one.report.step >= 0:
+            if one.report is not None and one.report.step >= 0 and not self._averages(one):
                 states[peer] = one.report.step, one.report.lineage
         if not states:
             return None
         return branch_of(states, self._organized)
+
+    def _averages(self, one: Participant) -> bool:
+        """Return True if a member of the last group still has the state before it: its round is not over."""
+        report = one.report
+        if report is None or report.ticket is not None or one.peer not in self._before:
+            return False
+        return (report.step, report.lineage) == self._before_state
 
     def _organized(self, peer: PeerId) -> bool:
         return peer == self._me
@@ -193,7 +205,8 @@ class Formation:
         branch = self.branch
         for one in self.batch.participants.values():
             if one.report is not None:
-                one.holds = (one.report.step, one.report.lineage) == branch
+                state = one.report.step, one.report.lineage
+                one.holds = state == branch or self._averages(one)
 
     # What comes of it.
 
@@ -274,6 +287,8 @@ class Formation:
         before = self.batch.participants
         self.key = group.round_id
         self._before = holders_of(group)
+        self._before_state = group.terms.key
+        self._told = {member.id for member in group.members}
         self.batch = Batch(self.settings.target, self.key, self._patience, now)
         for member, granted in zip(group.members, group.grants, strict=True):
             if member.id in before:

@@ -123,6 +123,11 @@ class Participant:
         return self.holds and not (report.away or report.final)
 
     @property
+    def computes_on(self) -> bool:
+        """Its ticket is final, and it computes for the next step."""
+        return self.holds and self.report is not None and self.report.final and not self.report.away
+
+    @property
     def left(self) -> float:
         """Samples that it will still compute as far as it knows, or as it will hear."""
         return max(self.granted, self.obeys, self.counted) - self.counted
@@ -289,7 +294,7 @@ class Batch:
 
     def next_shares(self, now: float) -> dict[PeerId, float]:
         """Return the first grants of the next step, by what this one has shown."""
-        able = [one for one in self.participants.values() if one.able and one.samples]
+        able = [one for one in self.participants.values() if one.samples and (one.able or one.computes_on)]
         workers = [
             Worker(0.0, one.seconds or self._usual_s(), one.samples, _order(self.key, one)) for one in able
         ]

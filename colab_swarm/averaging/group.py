@@ -257,6 +257,7 @@ class Report(Message, frozen=True):
 
     step: Annotated[int, msgspec.Meta(ge=-1, lt=MAX_STEP)]  # of its parameters; -1: it has none, and follows
     lineage: _Digest
+    key: _Digest = b""  # id of its last group
     counted: Samples = 0.0  # for the present step
     granted: Samples = 0.0  # by which it goes
     batch_samples: Samples = 0.0  # of a micro-batch; 0: not known

@@ -13,6 +13,8 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from typing import Protocol
 
+import msgspec
+
 from colab_swarm.averaging.forming import Formation, FormationSettings, holders_of, order_of
 from colab_swarm.averaging.grants import REPORT_S
 from colab_swarm.averaging.group import Attend, Group, News, Report, RoundRefused, Ticket, Whereabouts
@@ -84,6 +86,10 @@ class Share:
         self._begun_at = now
 
     @property
+    def computes(self) -> bool:
+        return self._begun_at < math.inf
+
+    @property
     def used_up(self) -> bool:
         return self.counted >= self.granted
 
@@ -97,6 +103,7 @@ class Share:
         self.granted = granted
         if self._aside is None:
             self.counted = 0.0
+            self._begun_at = math.inf
         self._aside = None
         self.final = False
         self.ticket = None
@@ -323,7 +330,8 @@ class Rendezvous:
         """Report the share when it has changed, and each second while this peer computes."""
         while True:
             self._report_due.clear()
-            await send(self.share.report(loop_now()))
+            report = self.share.report(loop_now())
+            await send(msgspec.structs.replace(report, key=self.key))
             await wait_until(loop_now() + REPORT_S if self._computes() else None, self._report_due)
 
     def _computes(self) -> bool:

@@ -344,14 +344,15 @@ class LinkRounds(Rounds):
     async def on_applied(self, outcome: RoundOutcome, taken: StepTaken) -> None:
         await super().on_applied(outcome, taken)
         self.comparison.on_sketch(taken.sketch)
-        self._hold(self.view.own.step, self.view.own.lineage)
+        self._hold(self.view.own.step, self.view.own.lineage, beside=self.share.computes)
 
-    def _hold(self, step: int, lineage: bytes) -> None:
-        """This peer holds another state, and says so."""
+    def _hold(self, step: int, lineage: bytes, *, beside: bool = False) -> None:
+        """This peer holds another state, and says so; ``beside``: while the trainer computes."""
         if self._steps:
             self.share.step = step
             self.share.lineage = lineage
-            self.share.work(loop_now())
+            if not beside:
+                self.share.work(loop_now())
         self._states.outdate()
         self._means = {key: mean for key, mean in self._means.items() if key[0] >= step}
         self._rendezvous.tell()
