@@ -14,7 +14,6 @@ from functools import partial
 import msgspec
 import numpy as np
 
-from colab_swarm.averaging.member import UploadEncoding
 from colab_swarm.averaging.result import GroupResult, contributed
 from colab_swarm.errors import MismatchError, PeerError, StateError
 from colab_swarm.events import Fault, PeerLeft, StateReceived
@@ -182,9 +181,7 @@ class LinkRounds(Rounds):
             samples = contribution.samples
             event = contributed(group, values, weight, samples, self.computed, now=loop_now())
             events.emit(event)
-        result = await self.services.averager.average(
-            group, vector, contribution.encoding, standing=self._meetings.standing, bounded=True
-        )
+        result = await self.services.averager.average(group, vector, contribution.fine, bounded=True)
         self._meetings.bandwidth.on_round(result)
         self.comparison.moved_bytes += result.sent_bytes + result.received_bytes
         if not result.spans_lost and len(result.contributors) > 1:
@@ -225,7 +222,7 @@ class LinkRounds(Rounds):
         vector = HostVector(np.zeros(self.model.numel, np.float32))
         own = msgspec.structs.replace(self.progress.known.own, step=step, lineage=lineage)
         try:
-            result = await self._average(own, RoundInput(vector, 0.0, 0.0, UploadEncoding()))
+            result = await self._average(own, RoundInput(vector, 0.0, 0.0))
         except PeerError as error:
             logger.info("round %d not followed: %s", step, error)
             return {}

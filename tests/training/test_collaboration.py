@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import colab_swarm as cs
-from colab_swarm.averaging.member import UploadEncoding
 from colab_swarm.averaging.result import RoundResult
 from colab_swarm.net.peers import PeerId
 from colab_swarm.swarm.swarm import Swarm
@@ -91,7 +90,7 @@ def alone(train: Callable[[Swarm], Coroutine[Any, Any, None]]) -> None:
 
 
 def contribution_of(samples: float) -> RoundInput:
-    return RoundInput(HostVector(np.ones(3, np.float32)), samples, samples, UploadEncoding())
+    return RoundInput(HostVector(np.ones(3, np.float32)), samples, samples)
 
 
 async def take_part(trainer: Collaboration, *, aside: bool = False) -> int:
