@@ -36,7 +36,7 @@ class PeerLeft(Event):
 
 @dataclass(frozen=True)
 class Waited(Event):
-    """This peer waited for ``peer``, and for ``what`` it should have done, ``seconds`` beyond the usual."""
+    """This peer waited ``seconds`` for ``peer``, and for ``what`` it should have done."""
 
     peer: str
     what: str

@@ -47,7 +47,7 @@ fast link more. `RoundFinished.explanation` gives the reason in one sentence.
   down. A peer itself asks only those that have half of the median credit with it, but goes where one of
   these sends it, or has gone: credits differ from peer to peer, and they would part.
 - **Closing a group.** A group closes when all peers that accepted have joined, or have cost as much
-  time as they have earned (Times). Once more than half are there and the usual time is over, it closes before the
+  time as they have earned. Once more than half are there and the usual time is over, it closes before the
   first of them leaves (``patience_s``). Every member passes the group on, so it survives its organizer. One
   without most of the live peers is refused once, and one that holds a peer alone each time.
 - **Agreement.** All members have the same step, lineage (`colab_swarm.averaging.group`), layout of
@@ -57,14 +57,20 @@ fast link more. `RoundFinished.explanation` gives the reason in one sentence.
 
 ## Times
 
-Patience is earned (`colab_swarm.averaging.standing`). Every wait lasts for the usual time: what the median peer of the
-last rounds took, or three times the forecast by the bandwidths. Beyond it a peer has half of its credit, 2.5 s at
-first, and is charged for the time that it cost: `events.Waited`. A credit of 5 s comes back by 1 % of the time, and
-only by counted samples. So a busy notebook may stall for a moment, and a hostile one costs seconds in all, whatever it
-delays. A peer that is late because it waits for another says so (``waits_for``). That one pays if it has kept this peer
-waiting too: a claim about a third peer is worth nothing by itself.
+Each member of a round has the limit of what it has shown: the median time of its parts and five median deviations, at
+least twice the median and 2 s, 5 s while nothing is known (`colab_swarm.net.patience`). It counts from when something
+came of the member, so a slow line is not late. A few round trips are added, and where bandwidths are known, three times
+the forecast.
 
-A round takes 120 s at most, recovery included. Dialling a member takes 3 s at most, and a candidate's answer 10 s.
+A member that exceeds its limit is dropped from the round and left out for 60 s, twice as long each further time, at
+most 30 min: `events.Waited`. Later rounds do not wait for it, but count what comes before the others are done. One
+counted contribution ends it. Where more than half of the members are late, nobody is left out, as this peer's own line
+is the likely cause; nor where this process was stopped.
+
+The search for a group has other rules still: half of a credit (`colab_swarm.averaging.standing`).
+
+A round takes 120 s at most, or three times its forecast, recovery included. Dialling a member takes 3 s at most, and a
+candidate's answer 10 s.
 
 ## Failures
 
@@ -72,15 +78,16 @@ Rounds never raise for another peer's failure; `RoundResult` shows it.
 
 - *A sender vanishes.* It counts in the chunks that it has sent, at all members, and in no others.
   Its weight leaves the rest.
-- *A sender sends invalid data* (NaN, wrong length): it is dropped from this round, and its valid
-  chunks stay.
+- *A sender sends invalid data* (NaN, values 10,000 times larger than the median of the last ten means, wrong
+  length): it is dropped from this round, and its valid chunks stay.
 - *A reducer vanishes.* The next live reducer in member order becomes the span's coordinator. It
   collects the means that have arrived, and recomputes the rest from the survivors' contributions as
   float32.
 - *No member can give a chunk.* Its values stay local and are reported. In training, such a peer
   then fetches the state.
-- *A reducer misbehaves.* A mean that is not finite, or far larger than usual, counts as lost, and so does a stream that
-  breaks off before the last mean. Nobody checks other means.
+- *A reducer misbehaves.* A mean that is not finite, or as much too large, counts as lost, and so does a stream that
+  breaks off before the last mean. Nobody checks other means. But each member takes the digests of the means that came,
+  on a pool thread beside the exchange: one that got another mean has another lineage.
 - *An organizer misbehaves.* Peers leave it out for half an hour if its group is invalid, and pass it over for the step
   if it was silent, refused twice, sent them in circles or made a group of one.
 
@@ -107,7 +114,7 @@ Diskin et al., *Distributed Deep Learning in Open Collaborations* (DeDLOC), [arX
 | DeDLOC | module |
 |---|---|
 | section 3.2, equation 1: the linear program | `colab_swarm.averaging.strategy` |
-| section 3.2: butterfly all-reduce over spans | `group`, `upload`, `collection`, `span_server`, `reducer` |
+| section 3.2: butterfly all-reduce over spans | `group`, `exchange`, `reducer` |
 | section 3.2: recovery of a lost peer's span | `recovery` |
 | groups without a fixed leader | `search`, `organizer`, `matchmaking` |
 | section 3.2 and appendix C: several groups | `assembly`, `moshpit` |

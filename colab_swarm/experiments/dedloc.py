@@ -44,7 +44,7 @@ from colab_swarm.averaging.group import (
     Ticket,
     equal_shares,
 )
-from colab_swarm.averaging.member import AveragingSettings, Chunk, UploadEncoding
+from colab_swarm.averaging.messages import AveragingSettings, Chunk
 from colab_swarm.averaging.moshpit import MAX_ROUNDS, MoshpitAverager, MoshpitResult, RoundMeter
 from colab_swarm.averaging.result import GroupResult
 from colab_swarm.averaging.round import Averager
@@ -62,7 +62,7 @@ from colab_swarm.tensors.codecs import Floats
 from colab_swarm.tensors.vector import HostVector, Vector
 
 T = TypeVar("T")
-PATIENT = AveragingSettings(round_timeout_s=600.0, patience_s=60.0, silence_s=60.0)
+PATIENT = AveragingSettings(round_timeout_s=600.0, patience_s=60.0)
 RESNET50 = RoundTerms("bench", 0, b"lineage", 25_600_000, b"schema")
 SCALE = 2
 
@@ -444,7 +444,7 @@ class _Player(Averager):
         self._done = 0
 
     async def average(
-        self, group: Group, vector: Vector, encoding: UploadEncoding | None = None, **options: Any
+        self, group: Group, vector: Vector, fine: int | None = None, *, bounded: bool = False
     ) -> GroupResult:
         round_ = self._done + group.terms.step % MAX_ROUNDS
         if self._name in self._town.liars:
@@ -452,7 +452,7 @@ class _Player(Averager):
             vector.values.fill(np.nan)
         if self._town.doomed(self._name, round_):
             self._network.when(is_contribution, sender=self._name).crash(self._name)
-        result = await super().average(group, vector, encoding, **options)
+        result = await super().average(group, vector, fine, bounded=bounded)
         self.held[round_ + 1] = vector.read(0, vector.numel).copy()
         return result
 

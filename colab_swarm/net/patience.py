@@ -130,6 +130,9 @@ class Patience(Generic[K]):
         Where more than half of the ``awaited`` are late, this peer among them, its own line is the likely cause:
         nobody is left out. Do not call this where the own timer was late: this peer slept.
         """
+        for key in late:
+            # What it has shown no longer holds: a line that has become slow must not be late for good.
+            self._times_s.pop(key, None)
         if 2 * len(late) > len(awaited):
             return {}
         left_out = {}

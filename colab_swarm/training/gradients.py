@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from colab_swarm.averaging.group import bits_of, flags_of
-from colab_swarm.averaging.member import UploadEncoding
 from colab_swarm.errors import NoGradientError, require
 from colab_swarm.tensors.codecs import ErrorFeedback
 from colab_swarm.tensors.device import Flag, all_finite, hand_over, in_main_memory
@@ -242,9 +241,10 @@ class Gradients:
             vector.begin(feedback, adds=self.weight > 0)
         if isinstance(vector, DeviceVector):
             hand_over(vector.body)
-        encoding = UploadEncoding(fine=self._replica.fine)
         unused = bits_of(self._unused) if self.weight and not self._replica.rule.local else b""
-        self._given = RoundInput(vector, self.weight, self.samples, encoding, self.loss.value, unused)
+        self._given = RoundInput(
+            vector, self.weight, self.samples, self._replica.fine, self.loss.value, unused
+        )
         return self._given
 
     def _new_contribution(self) -> tuple[ModelVector, Any]:

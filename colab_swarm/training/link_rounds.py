@@ -16,7 +16,6 @@ from msgspec.structs import replace
 
 from colab_swarm.averaging.forming import FormationSettings, holders_of
 from colab_swarm.averaging.group import Group, RoundTerms, Ticket
-from colab_swarm.averaging.member import UploadEncoding
 from colab_swarm.averaging.rendezvous import Rendezvous
 from colab_swarm.averaging.result import GroupResult
 from colab_swarm.averaging.strategy import AdaptiveShares
@@ -331,7 +330,7 @@ class LinkRounds(Rounds):
     async def _average(self, group: Group, contribution: RoundInput) -> GroupResult:
         began_at = loop_now()
         result = await self.services.averager.average(
-            group, contribution.vector, contribution.encoding, bounded=True
+            group, contribution.vector, contribution.fine, bounded=True
         )
         self._bandwidth.on_round(result)
         self.comparison.moved_bytes += result.sent_bytes + result.received_bytes
@@ -363,7 +362,7 @@ class LinkRounds(Rounds):
         """Keep the mean of a round in which this peer does not contribute."""
         vector = HostVector(np.zeros(self.model.numel, np.float32))
         try:
-            result = await self._average(group, RoundInput(vector, 0.0, 0.0, UploadEncoding()))
+            result = await self._average(group, RoundInput(vector, 0.0, 0.0))
         except PeerError as error:
             logger.info("round %d not followed: %s", group.terms.step, error)
             self._needs_state = True

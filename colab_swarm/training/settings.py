@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from colab_swarm.averaging.member import UploadEncoding
 from colab_swarm.averaging.result import RoundResult
 from colab_swarm.averaging.router import PrefixRouter
 from colab_swarm.dht.service import RunServices
@@ -98,7 +97,7 @@ class RoundInput:
     vector: Vector
     weight: float  # in the mean
     samples: float  # towards the batch
-    encoding: UploadEncoding
+    fine: int | None = None  # values at the front that belong to small tensors
     loss: float | None = None
     unused: bytes = b""
 

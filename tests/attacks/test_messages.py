@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 import colab_swarm as cs
 from colab_swarm.averaging.group import Joined
-from colab_swarm.averaging.member import Chunk
+from colab_swarm.averaging.messages import Chunk
 from colab_swarm.dht.records import FindNear, FoundNear
 from colab_swarm.errors import PeerError, StateError
 from colab_swarm.events import Fault

@@ -2,7 +2,6 @@
 
 import asyncio
 import math
-import random
 import time
 from collections import Counter, defaultdict
 from contextlib import suppress
@@ -13,7 +12,6 @@ import pytest
 
 import colab_swarm as cs
 from colab_swarm.averaging import standing
-from colab_swarm.averaging.formation import GroupFormation
 from colab_swarm.averaging.group import (
     Group,
     GroupMember,
@@ -24,7 +22,7 @@ from colab_swarm.averaging.group import (
     RoundTerms,
     Ticket,
 )
-from colab_swarm.averaging.member import ReduceSpan
+from colab_swarm.averaging.messages import ReduceSpan
 from colab_swarm.averaging.search import IN_VAIN_S
 from colab_swarm.dht.records import Record, Stored, StoreRecord
 from colab_swarm.dht.service import key_id
@@ -340,37 +338,6 @@ def claims_a_slow_line(swarm: Swarm, prefix: str) -> Counter[str]:
     return fired
 
 
-def lists_ghosts(count: int) -> Attack:
-    """Its groups have members that do not exist, new ones in each round."""
-
-    def begin(swarm: Swarm, prefix: str) -> Counter[str]:
-        fired = Counter[str]()
-        rng = random.Random(0)
-
-        async def infest() -> None:
-            (optimizer,) = swarm.optimizers.values()
-            organizer = optimizer.rounds._meetings._matchmaker._organizer
-            form = organizer.form
-
-            def add_ghosts(formation: GroupFormation, now: float) -> Any:
-                group = form(formation, now)
-                if now < CALM_S or not isinstance(group, Group) or len(group.members) == 1:
-                    return group
-                fired["ghosts"] += 1
-                members = [*group.members]
-                for _ in range(count):
-                    ghost = PeerId(rng.randbytes(32))
-                    members.append(GroupMember(ghost, (), group.members[0].weight, 0.0, reduces=False))
-                return msgspec.structs.replace(group, members=tuple(sorted(members, key=lambda one: one.id)))
-
-            organizer.form = add_ghosts
-
-        swarm.runtime.call(infest())
-        return fired
-
-    return begin
-
-
 VIRTUAL = {
     "a slow line that it has not": claims_a_slow_line,
     "a late group": delaying(6.0),
@@ -390,13 +357,3 @@ def test_on_the_virtual_clock_the_honest_keep_their_steps_and_are_told_who_cost_
     after = attacked(3, [VIRTUAL[kind]], 0, 120.0)
     assert after.fired.total() >= 2 and after.kept >= 0.85
     assert after.cost_s[True] > 1.0
-
-
-@pytest.mark.slow
-@pytest.mark.ordeal
-@pytest.mark.parametrize("count", [1, 3, 8])
-def test_groups_with_members_that_do_not_exist_cost_one_burst(count: int) -> None:
-    """They have no account each, and many of them are no majority that is late."""
-    after = attacked(3, [lists_ghosts(count)], 0, 80.0)
-    assert after.fired["ghosts"] >= 5 and after.kept >= 0.85
-    assert 1.0 < after.cost_s[False] <= standing.BURST_S + 1.0

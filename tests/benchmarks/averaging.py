@@ -16,7 +16,6 @@ import numpy as np
 import torch
 
 from colab_swarm.averaging.group import Group, GroupMember, RoundTerms
-from colab_swarm.averaging.member import UploadEncoding
 from colab_swarm.averaging.moshpit import MoshpitAverager
 from colab_swarm.averaging.round import Averager
 from colab_swarm.events import RoundFinished
@@ -183,7 +182,7 @@ def make_full_steps(parent: Channel, mode: str, numel: int, peers: int, *invites
     async def step() -> None:
         await collaboration.report(1.0)
         lineage = collaboration.progress.known.own.lineage
-        given = RoundInput(HostVector(values), 1.0, 1.0, UploadEncoding())
+        given = RoundInput(HostVector(values), 1.0, 1.0)
         async with aclosing(collaboration.contribute(given)) as outcomes:
             async for outcome in outcomes:
                 await collaboration.on_applied(outcome, StepTaken(outcome.mean.lineage_after(lineage)))

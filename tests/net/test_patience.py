@@ -94,3 +94,13 @@ def test_the_times_of_the_keys_that_learned_last_are_remembered() -> None:
     for key in range(MAX_KEYS + 1):
         patience.learn(key, 10.0)
     assert (patience.limit_s(0), patience.limit_s(1)) == (5.0, 20.0)
+
+
+def test_a_peer_that_has_become_slow_begins_anew() -> None:
+    patience = Patience[str](60.0)
+    for key in ("bob", "carol"):
+        patience.learn(key, 1.0)
+    patience.on_late(["bob", "carol"], ["alice", "bob", "carol"], 0.0)
+    assert patience.limit_s("bob") == 5.0
+    patience.learn("bob", 10.0)
+    assert patience.limit_s("bob") == 20.0

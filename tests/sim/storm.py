@@ -20,7 +20,7 @@ import msgspec
 
 import colab_swarm as cs
 from colab_swarm.averaging.group import JoinEta, JoinRound, RoundTerms
-from colab_swarm.averaging.member import Chunk
+from colab_swarm.averaging.messages import Chunk
 from colab_swarm.errors import StateError
 from colab_swarm.events import Applied, Notice
 from colab_swarm.swarm.simulation import NAMES, Simulation

@@ -9,7 +9,7 @@ import torch
 
 import colab_swarm as cs
 from colab_swarm.averaging.group import MAX_TEXT, RoundTerms
-from colab_swarm.averaging.member import Chunk, ReduceSpan
+from colab_swarm.averaging.messages import Chunk, ReduceSpan
 from colab_swarm.events import Event, RoundFinished, StateReceived, StepFinished
 from colab_swarm.net.peers import Message
 from colab_swarm.swarm.simulation import Simulation
