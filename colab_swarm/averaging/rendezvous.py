@@ -477,7 +477,12 @@ class Rendezvous:
             # Two organize: this peer goes to the better one.
             if self._is_better(peer, organizer.id):
                 self._go(peer)
-        return News(self.key, group=self._groups.get(ask.key), organizer=self.organizer)
+        return News(self.key, group=self._group_after(ask.key), organizer=self.organizer)
+
+    def _group_after(self, key: bytes) -> Group | None:
+        """Return the group that followed; a process that has begun again gets none of those before."""
+        group = self._groups.get(key)
+        return group if key or group is self.group else None
 
     async def _serve_attend(self, message: Attend, stream: Stream) -> None:
         if self.formation is None and (message.key != self.key or self.organizer is None):
@@ -485,7 +490,7 @@ class Rendezvous:
             await wait_until(loop_now() + 1.0, self._changed)
         async with stream:
             formation = self.formation
-            group = self._groups.get(message.key)
+            group = self._group_after(message.key)
             if formation is None or (group is not None and group.index_of(stream.peer) is not None):
                 await stream.send(News(self.key, group=group, organizer=self.organizer))
                 return

@@ -306,7 +306,7 @@ class LinkRounds(Rounds):
             return Ready.CONTRIBUTE
         if self.behind:
             return Ready.CATCH_UP
-        if self._means:
+        if self.missed():
             return Ready.FOLLOW
         if not stays and not self.share.used_up and not self._following:
             return Ready.COMPUTE
@@ -390,7 +390,7 @@ class LinkRounds(Rounds):
 
     @property
     def parted(self) -> bool:
-        return bool(self._following or self._means)
+        return bool(self._following or self.missed())
 
     def missed(self) -> list[Mean]:
         return self._chain(self.view.own.step, self.view.own.lineage)
