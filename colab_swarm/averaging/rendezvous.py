@@ -354,8 +354,9 @@ class Rendezvous:
         require(index is not None and len(group.grants) == len(group.members), "a group without this peer")
         assert index is not None
         ticket = self.share.ticket
-        weight = group.members[index].weight
-        contributes = bool(weight) and ticket is not None and ticket.weight == weight
+        counted = group.members[index].weight, group.members[index].samples
+        # A weight of 0 counts, too: samples whose targets are all masked are used up.
+        contributes = ticket is not None and ticket.samples > 0 and counted == (ticket.weight, ticket.samples)
         self._check_quorum(group)
         remember(self._groups, self.key, group, _KEPT_GROUPS)
         for member in group.members:

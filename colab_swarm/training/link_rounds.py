@@ -213,6 +213,7 @@ class LinkRounds(Rounds):
             task = self._tasks.spawn(self._follow(group))
             self._following.add(task)
             task.add_done_callback(self._following.discard)
+            task.add_done_callback(lambda _: self._news.set())
         self._news.set()
 
     # A step.
@@ -367,8 +368,8 @@ class LinkRounds(Rounds):
             logger.info("round %d not followed: %s", group.terms.step, error)
             self._needs_state = True
             return
-        finally:
-            self._news.set()
+        if not any(member.weight for member in group.members):
+            return
         if result.kept_local:
             self._needs_state = True
             return

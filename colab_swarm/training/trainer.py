@@ -160,12 +160,18 @@ class Trainer:
                     return result
             elif ready is Ready.FOLLOW:
                 self._follow()
+                if idle:
+                    return result
             elif ready is Ready.CONTRIBUTE:
                 self.due = Due.ROUND
                 if self._replica.rule.delayed and not idle:
                     uninterrupted(self._take_off)
                     return result
-                result = self._contribute() or result
+                taken = self._contribute()
+                result = taken or result
+                is_in_vain = taken is None and not rounds.behind
+                if is_in_vain and (not idle or self._runtime.time() >= deadline):
+                    return result
             elif ready is Ready.NOTHING and not self._over() and self._runtime.time() < deadline:
                 continue
             if idle and (result is not None or ready is Ready.NOTHING):

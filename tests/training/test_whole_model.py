@@ -338,7 +338,7 @@ def test_complex_parameters_train_as_in_one_process_and_reach_a_late_joiner(sett
         peer = ("alice", "bob", "carol").index(swarm.name)
         rows = slice(4 * peer, 4 * peer + 4) if peer < 2 else slice(0, 8)
         sgd = torch.optim.SGD(net.parameters(), lr=0.02)
-        optimizer = swarm.optimizer(sgd, target_batch_size=8, model=net, **settings)
+        optimizer = swarm.optimizer(sgd, target_batch_size=8, model=net, min_peers=2, **settings)
         while optimizer.global_step < 12:
             net.loss(optimizer.global_step, rows).backward()
             result = optimizer.step(samples=len(range(8)[rows]))
