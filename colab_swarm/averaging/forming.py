@@ -240,6 +240,9 @@ class Formation:
             tickets[peer] = msgspec.structs.replace(
                 ticket, terms=terms, reduces=ticket.reduces and bool(contact.addresses)
             )
+        if not any(ticket.reduces for ticket in tickets.values()):
+            # All that stand here reach the organizer, and one that is alone needs to be reached by nobody.
+            tickets[self._me] = msgspec.structs.replace(tickets[self._me], reduces=True)
         plan = self.settings.strategy(list(tickets.values()))
         grants = self.batch.next_shares(now)
         members = []

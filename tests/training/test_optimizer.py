@@ -20,6 +20,7 @@ from colab_swarm.averaging.round import Averager
 from colab_swarm.elastic.steps import ElasticSettings
 from colab_swarm.errors import StateError
 from colab_swarm.events import BatchDropped, Event, Fault, RoundFinished, StateReceived, StepFinished
+from colab_swarm.net.peers import Message
 from colab_swarm.sim import SimNetwork, SimPeers
 from colab_swarm.sim.profiles import PROFILES, HostProfile
 from colab_swarm.swarm.simulation import Simulation
