@@ -423,15 +423,14 @@ def test_a_leaving_trainer_hands_over_its_samples(delayed: bool) -> None:
 
 async def test_a_leaving_peer_serves_its_last_round_to_the_end() -> None:
     averager = Averager(SimNetwork().peer("alice"))
-    server = SimpleNamespace(open_streams=1, idle=asyncio.Event())
-    exchange: Any = SimpleNamespace(server=server)
+    exchange: Any = SimpleNamespace(open_streams=1, idle=asyncio.Event())
     averager._finished["p"] = exchange
     clock = asyncio.get_running_loop().time
     began = clock()
     await averager.drain("p")
     gave_up = clock() - began
     asyncio.get_running_loop().call_later(
-        1.0, lambda: (setattr(server, "open_streams", 0), server.idle.set())
+        1.0, lambda: (setattr(exchange, "open_streams", 0), exchange.idle.set())
     )
     began = clock()
     await averager.drain("p")
