@@ -82,6 +82,9 @@ class FormationSettings:
         target: samples of a step.
         least: members before the first grant.
         agree: whether two members have equal rates and states, by their tickets.
+        window_s: of a meeting, from its first ticket until it closes; None: no meeting, but the steps of a training.
+        size: a meeting has exactly so many members.
+        awaited: without a size, a meeting closes as soon as these are there.
     """
 
     terms: RoundTerms
@@ -89,6 +92,9 @@ class FormationSettings:
     strategy: Strategy
     least: int = 1
     agree: Callable[[Ticket, Ticket], bool] = lambda one, other: True
+    window_s: float | None = None
+    size: int | None = None
+    awaited: frozenset[PeerId] = frozenset()
 
 
 @dataclass
@@ -107,6 +113,7 @@ class Formation:
         key: id of the last group; empty at the begin.
         contacts: of those that stand here.
         batch: of the present step.
+        awaited: for whom a meeting waits; the service takes out whose link is lost.
         missing: live holders of the last group that do not stand here and have not said that they have no group of
             this step. The service sets it; no group is formed before they have answered.
     """
@@ -123,6 +130,8 @@ class Formation:
         self.key = last.round_id if last else b""
         self.contacts: dict[PeerId, Contact] = {}
         self.missing: Collection[PeerId] = ()
+        self.awaited = set(settings.awaited)
+        self._closes_at = math.inf  # a meeting
         self._me = me
         self._patience = patience
         self._assistants: dict[PeerId, Ticket] = {}
@@ -212,6 +221,8 @@ class Formation:
 
     def next_action(self, now: float, live: Collection[PeerId]) -> Action:
         """Return what to do now; ``live``: the peers that are believed to live, whether they stand here or not."""
+        if self.settings.window_s is not None:
+            return self._meet(now, self.settings.window_s)
         holders = [one for one in self.batch.participants.values() if one.holds and one.report]
         if not self.key and len(holders) < self.settings.least:
             return Action()
@@ -219,6 +230,25 @@ class Formation:
         if not action.grants and self.batch.full and not self.missing and self._has_quorum(holders, live):
             action.group = self._form(now)
         return action
+
+    def _meet(self, now: float, window_s: float) -> Action:
+        """Close a meeting when all that it waits for have a ticket, or at its time."""
+        here = self._ready()
+        if not here:
+            return Action()
+        self._closes_at = min(self._closes_at, now + window_s)
+        if self.settings.size is not None:
+            complete = len(here) == self.settings.size
+        else:
+            complete = bool(self.awaited) and self.awaited.issubset(here)
+        if complete or now >= self._closes_at:
+            return Action(group=self._form(now))
+        return Action(look_at=self._closes_at)
+
+    def _ready(self) -> list[PeerId]:
+        """Return who has a ticket, in the order of coming, and no more than a meeting's size."""
+        ready = [peer for peer in self.contacts if peer in self.batch.participants and self.batch.participants[peer].ready]
+        return ready[: self.settings.size]
 
     def _has_quorum(self, holders: Iterable[Participant], live: Collection[PeerId]) -> bool:
         """Return True if more than half of the last group's holders that live are here."""
@@ -230,7 +260,11 @@ class Formation:
         step, lineage = self.branch or (0, b"")
         terms = msgspec.structs.replace(self.settings.terms, step=step, lineage=lineage)
         tickets: dict[PeerId, Ticket] = {}
-        for peer, contact in sorted(self.contacts.items()):
+        members_here: Iterable[PeerId] = self.contacts
+        if self.settings.window_s is not None:
+            members_here = self._ready()
+        for peer in sorted(members_here):
+            contact = self.contacts[peer]
             one = self.batch.participants.get(peer)
             ticket = Ticket(terms, 0.0, reduces=False)
             if one is not None and one.ready and one.report is not None and one.report.ticket is not None:

@@ -305,39 +305,6 @@ class News(Message, frozen=True):
     refusal: str = ""
 
 
-class JoinRound(Message, frozen=True):
-    """A peer joins at the organizer, which answers when the group is formed; it leaves after ``patience_s``."""
-
-    ticket: Ticket
-    contact: Contact
-    patience_s: Annotated[float, msgspec.Meta(ge=0.0)] = math.inf
-
-    @property
-    def prefix(self) -> str:
-        return self.ticket.terms.prefix
-
-
-class Joined(Message, frozen=True):
-    """The organizer's answer: the group, another organizer, or the reason for a refusal; else a heartbeat."""
-
-    group: Group | None = None
-    organizer: Contact | None = None
-    reason: RefusalReason | None = None
-    text: str = ""
-
-    @property
-    def forming(self) -> bool:
-        return self.group is None and self.organizer is None and self.reason is None
-
-
-class JoinEta(Message, frozen=True):
-    """Seconds until the called peer joins, None if it declines, and the step's group, if formed."""
-
-    ready_in_s: float | None = None
-    group: Group | None = None
-    waits_for: PeerId | None = None  # an organizer that the called peer has asked
-
-
 @dataclass(frozen=True)
 class SharePlan:
     """The decision of a strategy."""
@@ -361,24 +328,6 @@ def reducing(tickets: Sequence[Ticket]) -> list[bool]:
     return free if any(free) else [ticket.reduces for ticket in tickets]
 
 
-def rank(prefix: str, step: int, peers: Iterable[PeerId]) -> list[PeerId]:
-    """Return the order in which peers would organize the round; all peers compute the same."""
-    seed = prefix.encode() + step.to_bytes(8, "big", signed=True)
-    return sorted(set(peers), key=lambda peer: hashlib.sha256(seed + peer).digest())
-
-
-@dataclass(frozen=True)
-class GroupFormationSettings:
-    """How long an organizer waits for candidates, and for how many."""
-
-    window_s: float = 2.0  # for candidates that cannot be called but may join on their own
-    slack_s: float = 1.0  # beyond the time that a candidate announced
-    max_window_s: float = 60.0  # in any case
-    call_timeout_s: float = 10.0  # for the answer to a call; a busy notebook answers late
-    size: int | None = None  # members of every group; None: as many as join
-    heaviest: float = math.inf  # most median weights that a member counts for: nobody can check claims
-
-
 def valid_weight(weight: float) -> bool:
     return weight == 0 or _MIN_WEIGHT <= weight < _MAX_WEIGHT
 
@@ -389,15 +338,3 @@ def wrong_numbers(ticket: Ticket) -> str:
         if not valid_weight(number):
             return f"{name} {number} is neither 0 nor in [1e-9, 1e9)"
     return ""
-
-
-def bounded_weights(members: Sequence[Ticket | GroupMember], heaviest: float) -> list[tuple[float, float]]:
-    """Return each member's weight and samples, at most ``heaviest`` times their median, the lower one of two."""
-
-    def bounded(claims: list[float]) -> list[float]:
-        median = statistics.median_low([claim for claim in claims if claim] or [1.0])
-        return [min(claim, heaviest * median) for claim in claims]
-
-    weights = bounded([member.weight for member in members])
-    samples = bounded([member.samples for member in members])
-    return list(zip(weights, samples, strict=True))

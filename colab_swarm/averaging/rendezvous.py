@@ -31,6 +31,7 @@ _DIAL_S = 5.0
 _ANSWER_S = 3.0  # to a question; a busy notebook answers late
 _SILENCE_S = 5.0  # of an organizer, before it is asked whether it is there
 _LOOK_S = 2.0  # between two looks for a better organizer before the first group
+_LOOK_IN_MEETING_S = 0.25
 _PAUSE_S = 0.1  # between two organizers
 _GONE_S = 15.0  # an organizer that failed is not asked, at first
 _KEPT_GROUPS = 4
@@ -155,7 +156,8 @@ class Neighbourhood(Protocol):
     def on_group(self, group: Group, *, contributes: bool) -> None:
         """A group with this peer has formed; `Share` is that of the next step.
 
-        ``contributes``: by its present ticket. It may have withdrawn that too late.
+        ``contributes``: by its present ticket. It may have withdrawn that too late. A meeting's group may be without
+        this peer.
         """
         ...
 
@@ -187,7 +189,9 @@ class Rendezvous:
         self.organizer: Contact | None = None
         self.formation: Formation | None = None  # while this peer organizes
         self._patience = Patience[PeerId](60.0)
-        self._gone = LeftOut[PeerId](_GONE_S, 60.0)
+        # In a meeting all come at the same time, and one may be there a moment before the organizer.
+        meets = settings.window_s is not None
+        self._gone = LeftOut[PeerId](_LOOK_IN_MEETING_S if meets else _GONE_S, 60.0)
         self._groups: dict[bytes, Group] = {}  # by the id of the one before
         self._queues: dict[PeerId, asyncio.Queue[News]] = {}  # to those that stand here
         self._told: PeerId | None = None  # the organizer that another peer named; this peer goes there
@@ -318,11 +322,19 @@ class Rendezvous:
         except TimeoutError:
             # It may have nothing to say, or be frozen.
             ask = Whereabouts(self._prefix, self.key)
-            news = await self._peers.call(stream.peer, ask, News, timeout_s=_ANSWER_S)
+            try:
+                news = await self._peers.call(stream.peer, ask, News, timeout_s=_ANSWER_S)
+            except PeerError:
+                # It may have told the group of a meeting meanwhile, and gone.
+                async with asyncio.timeout(0):
+                    news, _ = await stream.receive(News)
         self._on_news(news)
         if news.organizer is not None and news.organizer.id != stream.peer:
             self._peers.learn(news.organizer)
             self._go(news.organizer.id)
+            return False
+        if news == News(news.key):
+            # It organizes no more.
             return False
         return self.group is None or news.group is None or self.group.organizer == stream.peer
 
@@ -341,16 +353,22 @@ class Rendezvous:
     def _on_news(self, news: News) -> None:
         """Raises ValueError if no honest organizer says it, RoundRefused if the group has too few members."""
         require(not news.refusal, news.refusal, PeerError)
-        if news.group is not None and news.group.index_of(self.me) is not None:
+        if news.group is not None and self._concerns(news.group):
             self._on_group(news.group)
         elif news.granted is not None and news.key == self.key:
             self.share.granted = news.granted
             self._report_due.set()
             self._neighbourhood.on_granted()
 
+    def _concerns(self, group: Group) -> bool:
+        return self.settings.window_s is not None or group.index_of(self.me) is not None
+
     def _on_group(self, group: Group) -> None:
         group.check()
         index = group.index_of(self.me)
+        if index is None and self.settings.window_s is not None:
+            self._neighbourhood.on_group(group, contributes=False)
+            return
         require(index is not None and len(group.grants) == len(group.members), "a group without this peer")
         assert index is not None
         ticket = self.share.ticket
@@ -409,6 +427,8 @@ class Rendezvous:
             self._queues = {}
 
     def _contact_of_next(self) -> Contact | None:
+        if self._told is not None:
+            return self._peers.contact_of(self._told)
         if self.group is None or self.group.organizer == self.me:
             return None
         return self._peers.contact_of(self.group.organizer)
@@ -419,7 +439,7 @@ class Rendezvous:
         formation.on_group(group, loop_now())
         for peer in self._queues:
             self._send(peer, news)
-        if group.index_of(self.me) is not None:
+        if self._concerns(group):
             self._on_group(group)
 
     def _send(self, peer: PeerId, news: News) -> None:
@@ -444,10 +464,8 @@ class Rendezvous:
                 self._tasks.add(task := asyncio.create_task(self._ask(formation, helper)))
                 task.add_done_callback(self._tasks.discard)
             if self.group is None:
-                await asyncio.sleep(_LOOK_S)
-                best = (await self._neighbourhood.organizers())[0]
-                if best.id != self.me and not self._gone.holds(best.id, loop_now()):
-                    self._go(best.id)
+                await asyncio.sleep(_LOOK_S if self.settings.window_s is None else _LOOK_IN_MEETING_S)
+                await self._look_for_better()
                 continue
             missing = (
                 holders_of(self.group).intersection(self._neighbourhood.live()) - formation.contacts.keys()
@@ -455,6 +473,22 @@ class Rendezvous:
             formation.missing = missing
             await asyncio.gather(*(self._ask(formation, peer) for peer in sorted(missing)))
             await wait_until(loop_now() + 1.0, self._changed)
+
+    async def _look_for_better(self) -> None:
+        """Go to a peer that comes before this one among those that may organize, if it answers."""
+        for contact in await self._neighbourhood.organizers():
+            if contact.id == self.me:
+                return
+            if self._gone.holds(contact.id, loop_now()):
+                continue
+            self._peers.learn(contact)
+            try:
+                await self._peers.call(contact.id, Whereabouts(self._prefix, self.key), News, timeout_s=_ANSWER_S)
+            except PeerError:
+                self._gone.fail(contact.id, loop_now())
+                continue
+            self._go(contact.id)
+            return
 
     async def _ask(self, formation: Formation, peer: PeerId) -> None:
         ask = Whereabouts(self._prefix, formation.key, organizes=True)
@@ -531,4 +565,6 @@ class Rendezvous:
                     formation.on_left(peer)
                 else:
                     formation.on_lost(peer)
+                if peer not in self._peers.linked():
+                    formation.awaited.discard(peer)
                 wake(self._changed)
