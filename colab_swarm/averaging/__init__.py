@@ -22,34 +22,23 @@ fast link more. `RoundFinished.explanation` gives the reason in one sentence.
 
 | message | from, to | content |
 |---|---|---|
-| `RoundTerms` | organizer to candidate | an invitation to a round on these terms |
-| `JoinEta(ready_in_s, group, waits_for)` | back | a time in seconds, a refusal, or the group |
-| `JoinRound(ticket, contact, patience_s)` | member to organizer | joins with this weight, step, lineage and bandwidth |
-| `Joined(group, organizer, reason)` | back | a group, another organizer, a refusal, or a heartbeat |
+| `Attend(contact, key, terms, target)` | peer to organizer | opens the stream on which it stands there |
+| `Report(step, lineage, counted, ticket)` | peer to organizer | what it holds, has counted, and offers to the group |
+| `News(key, granted, group, organizer)` | back | a grant, the group, or another organizer |
+| `Whereabouts(prefix, key)` | peer to peer | where do you stand, and do you have the group after this one? |
 | `ReduceSpan(round_id)` | member to reducer | opens the stream: `Chunk` up, `Chunk` back |
 | `RecallSpan(round_id, reducer, wanted)` | survivor to survivor | opens the stream of a lost reducer's chunks |
 
 ## States of a round
 
-    candidates --rank--> organizer --GroupFormation--> group --exchange--> means --(recovery)--> RoundResult
-                            |                            |                                          |
-                     "organized elsewhere"     every member passes it on                 on_round, RoundFinished
+    Attend --> organizer --Formation--> group --exchange--> means --(recovery)--> RoundResult
+                                          |                                          |
+                              all that stand there get it                on_round, RoundFinished
 
-    alice                        bob, the organizer                      carol
-      |  JoinRound(ticket)  ------->|  RoundTerms  --------------------->|
-      |<--  Joined()                |<--  JoinEta(ready_in_s=0.3)        |   every 0.5 s, while it forms
-      |                             |<--  JoinRound(ticket)              |
-      |<--  Joined(group)           |  Joined(group)  ------------------>|
-      |  ReduceSpan, Chunk ...      |                                    |   to each other member, and the means back
-
-- **Organizer.** Candidates are ranked by SHA-256 of prefix, step and id. The first live and willing
-  one organizes, without negotiation. Organizers with different views redirect up the rank, never
-  down. A peer itself asks only those that have half of the median credit with it, but goes where one of
-  these sends it, or has gone: credits differ from peer to peer, and they would part.
-- **Closing a group.** A group closes when all peers that accepted have joined, or have cost as much
-  time as they have earned. Once more than half are there and the usual time is over, it closes before the
-  first of them leaves (``patience_s``). Every member passes the group on, so it survives its organizer. One
-  without most of the live peers is refused once, and one that holds a peer alone each time.
+- **Organizer.** A group names the organizer of the next one (`rendezvous`). Before the first group it is the peer that
+  came first and can be dialled, by the DHT records. If it is lost, all go to the next one of the last group's order.
+- **Closing a group.** In training a group closes when its batch is full (`grants`, `forming`). A meeting closes when
+  its units are there, or 5 s after its first ticket (`assembly`).
 - **Agreement.** All members have the same step, lineage (`colab_swarm.averaging.group`), layout of
   the vector, and codecs.
 - **A chunk** is finished when all members that are still expected have delivered it. Its mean never
@@ -88,8 +77,8 @@ Rounds never raise for another peer's failure; `RoundResult` shows it.
 - *A reducer misbehaves.* A mean that is not finite, or as much too large, counts as lost, and so does a stream that
   breaks off before the last mean. Nobody checks other means. But each member takes the digests of the means that came,
   on a pool thread beside the exchange: one that got another mean has another lineage.
-- *An organizer misbehaves.* Peers leave it out for half an hour if its group is invalid, and pass it over for the step
-  if it was silent, refused twice, sent them in circles or made a group of one.
+- *An organizer vanishes, or its group is invalid.* Peers leave it out for 15 s, doubled up to a minute, and go to the
+  next one.
 
 **Security.** Only a worker's contribution counts, and only members take part in a round. A claimed bandwidth counts for
 16 times the median at most, and a 16th at least. Not guarded against: plausible but false values, of a contribution or
@@ -98,7 +87,7 @@ of a reducer's mean (`colab_swarm.trust`).
 ## Several groups: Moshpit averaging
 
 `colab_swarm.averaging.moshpit` averages a vector among all peers that call at about the same time.
-The first caller waits 5 s; peers that met before wait only for each other. Many peers, or
+It closes 5 s after the first caller; peers that met before wait only for each other. Many peers, or
 unreliable ones, are arranged on a grid and average along one axis after the other. After one round
 per axis all have the exact mean, and a failed peer costs only its own line. Codecs without error
 feedback lose values for good here.
@@ -116,7 +105,7 @@ Diskin et al., *Distributed Deep Learning in Open Collaborations* (DeDLOC), [arX
 | section 3.2, equation 1: the linear program | `colab_swarm.averaging.strategy` |
 | section 3.2: butterfly all-reduce over spans | `group`, `exchange`, `reducer` |
 | section 3.2: recovery of a lost peer's span | `recovery` |
-| groups without a fixed leader | `search`, `organizer`, `matchmaking` |
+| groups without a fixed leader | `rendezvous`, `forming`, `grants` |
 | section 3.2 and appendix C: several groups | `assembly`, `moshpit` |
 | auxiliary peers (here: assistants) | `colab_swarm.training.assistant` |
 

@@ -9,9 +9,9 @@ import asyncio
 import hashlib
 import logging
 import math
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import msgspec
 
@@ -53,7 +53,7 @@ class Gathering:
         self,
         router: PrefixRouter,
         settings: FormationSettings,
-        organizers: Callable[[], Awaitable[Sequence[Contact]]],
+        organizers: Callable[[], Coroutine[Any, Any, Sequence[Contact]]],
     ) -> None:
         self.terms = settings.terms
         self.organizers = organizers
@@ -162,7 +162,8 @@ class Assembly:
         )
         async with Gathering(self._router, settings, self.organizers) as gathering:
             gathering.offer(Ticket(terms, weight, bool(self._own.addresses)))
-            await asyncio.wait({gathering.group, watching}, return_when=asyncio.FIRST_COMPLETED)
+            first: set[asyncio.Future[Any]] = {gathering.group, watching}
+            await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
             if watching.done():
                 watching.result()
             return gathering.group.result()

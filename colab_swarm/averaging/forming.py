@@ -247,7 +247,11 @@ class Formation:
 
     def _ready(self) -> list[PeerId]:
         """Return who has a ticket, in the order of coming, and no more than a meeting's size."""
-        ready = [peer for peer in self.contacts if peer in self.batch.participants and self.batch.participants[peer].ready]
+        ready = []
+        for peer in self.contacts:
+            one = self.batch.participants.get(peer)
+            if one is not None and one.ready:
+                ready.append(peer)
         return ready[: self.settings.size]
 
     def _has_quorum(self, holders: Iterable[Participant], live: Collection[PeerId]) -> bool:

@@ -32,8 +32,8 @@ from colab_swarm.averaging.group import Group, RoundRefused, RoundTerms, SharePl
 from colab_swarm.averaging.result import GroupResult
 from colab_swarm.averaging.round import Averager
 from colab_swarm.averaging.router import PrefixRouter
-from colab_swarm.dht.service import DHT
 from colab_swarm.averaging.strategy import adaptive_shares
+from colab_swarm.dht.service import DHT
 from colab_swarm.errors import PeerError, require
 from colab_swarm.net.peers import Contact, PeerId
 from colab_swarm.runtime import loop_now
@@ -243,7 +243,9 @@ class MoshpitAverager:
         begun = loop_now()
         self._busy = True
         try:
-            meeting = await self._assembly.meet(f"{len(values)} values as {self.codec}", float(group_size or 0))
+            meeting = await self._assembly.meet(
+                f"{len(values)} values as {self.codec}", float(group_size or 0)
+            )
             run = _Pass(meeting, values, float(weight))
             async with AsyncExitStack() as lines:
                 gatherings = []
@@ -272,9 +274,7 @@ class MoshpitAverager:
             f"{self._prefix}/{line_id.hex()}", axis, line_id, len(run.values), b"", *self._codecs
         )
         window_s = _LAG_S + _LAG_ROUNDS * (self.meter.overhead_s + self.meter.transfer_s)
-        settings = FormationSettings(
-            terms, 0.0, adaptive_shares, window_s=window_s, awaited=frozenset(line)
-        )
+        settings = FormationSettings(terms, 0.0, adaptive_shares, window_s=window_s, awaited=frozenset(line))
         return Gathering(self._router, settings, organizers)
 
     async def _round(self, run: "_Pass", axis: int, gathering: Gathering) -> None:
@@ -287,9 +287,7 @@ class MoshpitAverager:
         links = self._peers.statistics()
         speed = links.upload_bps, links.download_bps
         reduces = bool(self._peers.contact.addresses)
-        gathering.offer(
-            Ticket(gathering.terms, run.weight, reduces, *speed, metered=self._peers.metered)
-        )
+        gathering.offer(Ticket(gathering.terms, run.weight, reduces, *speed, metered=self._peers.metered))
         try:
             async with asyncio.timeout(_ROUND_TIMEOUT_S):
                 group = await gathering.group
@@ -298,7 +296,9 @@ class MoshpitAverager:
             # The averager knows the rounds of a vector by one name.
             terms = msgspec.structs.replace(group.terms, prefix=self._prefix)
             joined = loop_now()
-            result = await self._averager.average(msgspec.structs.replace(group, terms=terms), HostVector(values))
+            result = await self._averager.average(
+                msgspec.structs.replace(group, terms=terms), HostVector(values)
+            )
         except (PeerError, TimeoutError) as error:
             run.notes.append(f"round {axis + 1}: {error or 'no organizer answered'}")
             run.rounds.append(None)
@@ -335,7 +335,9 @@ class _Pass:
             self.weight = self.grid.carried(me, holders, total)
         if total and result.kept_local:
             lacking = sum(span.numel for span in result.kept_local)
-            self.notes.append(f"round {len(self.rounds) + 1}: no peer reduced {lacking} of {len(values)} values")
+            self.notes.append(
+                f"round {len(self.rounds) + 1}: no peer reduced {lacking} of {len(values)} values"
+            )
         self.rounds.append(result)
         failed = len(line) - len(holders)
         self.failed += failed

@@ -482,8 +482,9 @@ class Rendezvous:
             if self._gone.holds(contact.id, loop_now()):
                 continue
             self._peers.learn(contact)
+            ask = Whereabouts(self._prefix, self.key)
             try:
-                await self._peers.call(contact.id, Whereabouts(self._prefix, self.key), News, timeout_s=_ANSWER_S)
+                await self._peers.call(contact.id, ask, News, timeout_s=_ANSWER_S)
             except PeerError:
                 self._gone.fail(contact.id, loop_now())
                 continue

@@ -34,17 +34,9 @@ import torch
 from numpy.typing import NDArray
 
 import colab_swarm as cs
+from colab_swarm.averaging import group as messages
 from colab_swarm.averaging.forming import Formation, FormationSettings
-from colab_swarm.averaging.group import (
-    Attend,
-    Group,
-    Report,
-    RoundTerms,
-    SharePlan,
-    Strategy,
-    Ticket,
-    equal_shares,
-)
+from colab_swarm.averaging.group import Group, RoundTerms, SharePlan, Strategy, Ticket, equal_shares
 from colab_swarm.averaging.messages import AveragingSettings, Chunk
 from colab_swarm.averaging.moshpit import MoshpitAverager, MoshpitResult, RoundMeter
 from colab_swarm.averaging.result import GroupResult
@@ -111,8 +103,8 @@ async def _round(offers: Sequence[Ticket], strategy: Strategy) -> float:
         peers.append(peer)
         tickets[peer.id] = offer
         contact = Contact(peer.id, (f"sim://{peer.id.hex()}",))
-        formation.on_attend(peer.id, Attend(contact, b"", terms, 0.0), 0.0)
-        formation.on_report(peer.id, Report(terms.step, terms.lineage, ticket=offer), 0.0)
+        formation.on_attend(peer.id, messages.Attend(contact, b"", terms, 0.0), 0.0)
+        formation.on_report(peer.id, messages.Report(terms.step, terms.lineage, ticket=offer), 0.0)
     network.introduce()
     group = formation.next_action(0.0, ()).group
     assert group is not None

@@ -9,7 +9,6 @@ import numpy as np
 
 from colab_swarm.averaging.group import RoundTerms, Ticket
 from colab_swarm.averaging.result import RoundResult
-from colab_swarm.averaging.standing import Standing
 from colab_swarm.errors import BucketAway, BucketError, MismatchError, StateError, require
 from colab_swarm.events import BatchDropped, MemberTrace, StateReceived
 from colab_swarm.mailbox.bucket import Bucket
@@ -50,14 +49,10 @@ class BucketRounds(Rounds):
         self._journal = Journal(bucket, services, settings, model.numel, lambda: self.until)
         self._states = States(self._journal, lambda member: self.view.distrusts(member, loop_now()))
         self._members = LastMembers(self.view)
-        # An account may cost this peer one usual round, and then its share of the time.
-        standing = Standing(
-            services.peers.id, events=services.events, longest_s=lambda: self._follower.usual_s
-        )
         self._follower = ChainFollower(
             self._journal,
             self._states,
-            standing,
+            services.events,
             services.peers.id,
             lambda: self.until,
             self._members.name_of,

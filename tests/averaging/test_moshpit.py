@@ -200,7 +200,6 @@ async def test_one_peer_averages_one_vector_of_a_name_at_a_time() -> None:
     alice.close()
 
 
-
 TIME = RoundMeter(overhead_s=0.5, transfer_s=2.0)
 SIZES = st.integers(1, 70)
 
