@@ -56,7 +56,6 @@ most 30 min: `events.Waited`. Later rounds do not wait for it, but count what co
 counted contribution ends it. Where more than half of the members are late, nobody is left out, as this peer's own line
 is the likely cause; nor where this process was stopped.
 
-The search for a group has other rules still: half of a credit (`colab_swarm.averaging.standing`).
 
 A round takes 120 s at most, or three times its forecast, recovery included. Dialling a member takes 3 s at most, and a
 candidate's answer 10 s.
