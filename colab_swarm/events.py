@@ -36,7 +36,7 @@ class PeerLeft(Event):
 
 @dataclass(frozen=True)
 class Waited(Event):
-    """This peer waited for ``peer``, and for ``what`` it should have done, ``seconds`` beyond the usual."""
+    """This peer waited ``seconds`` for ``peer``, and for ``what`` it should have done."""
 
     peer: str
     what: str
@@ -160,57 +160,12 @@ class Fault(Event):
         return cls(at, where, f"{type(error).__name__}: {error}")
 
 
-def stride(numel: int) -> int:
-    """Return the sampling stride at which a history has about 1,000 values of a vector."""
-    return max(1, numel >> 10)
-
-
-@dataclass(frozen=True)
-class Contributed(Event):
-    """This peer contributes to a round. This, `Applied` and `Loaded` need `EventLog.detailed`."""
-
-    step: int
-    round: str  # hex id
-    weight: float
-    samples: float
-    computed: float  # samples of this process so far, those of earlier steps included
-    values: bytes  # float32, each `stride`-th of the vector
-
-
-@dataclass(frozen=True)
-class Applied(Event):
-    """This peer applied the mean of a round, and is at ``step`` now."""
-
-    step: int
-    lineage: str  # hex
-    state: str  # hex digest of its whole state; empty: unknown
-    before: str  # lineage before this step
-    round: str
-    weights: dict[str, float]  # of the members that contribute, by hex id
-    gaps: tuple[tuple[int, int, tuple[str, ...]], ...]  # values ``start`` to ``stop`` lack these members
-    numel: int
-    mean: bytes  # as ``values``
-
-
-@dataclass(frozen=True)
-class Loaded(Event):
-    """This peer loaded the state of ``step`` from others."""
-
-    step: int
-    lineage: str
-    state: str
-
-
 class EventLog:
-    """The last events of one peer, and the listeners for new ones. Thread-safe.
-
-    ``detailed``: also this peer's contributions, updates and loaded states, for `colab_swarm.sim.check`.
-    """
+    """The last events of one peer, and the listeners for new ones. Thread-safe."""
 
     def __init__(self) -> None:
         self._events: deque[Event] = deque(maxlen=1000)
         self._listeners: list[Callable[[Event], None]] = []
-        self.detailed = False
         self._lock = threading.Lock()
 
     def emit(self, event: Event) -> None:

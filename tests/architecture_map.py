@@ -1,15 +1,11 @@
-"""Write the map of files and the trainer's diagram into .github/ARCHITECTURE.md: ``make map``."""
+"""Write the map of files into .github/ARCHITECTURE.md: ``make map``."""
 
 import ast
-from collections.abc import Callable
 from pathlib import Path
-
-from colab_swarm.training.trainer_state import TRANSITIONS, TrainerEvent, TrainerState
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / ".github" / "ARCHITECTURE.md"
 MAP = ("<!-- map -->", "<!-- end of map -->")
-TRAINER = ("<!-- trainer -->", "<!-- end of trainer -->")
 
 
 def first_line(path: Path) -> str:
@@ -30,29 +26,10 @@ def drawn() -> str:
     return "\n\n".join(parts)
 
 
-def drawn_trainer() -> str:
-    """Draw the trainer's states; those that leave a state as it is, and the ways out, go without an arrow each."""
-    arrows: dict[tuple[TrainerState, TrainerState], list[str]] = {}
-    for (state, event), after in TRANSITIONS.items():
-        if after is not state and event not in (TrainerEvent.LEAVES, TrainerEvent.LEFT):
-            arrows.setdefault((state, after), []).append(event.value)
-    names = {state: state.name.lower() for state in TrainerState}
-    lines = ["```mermaid", "stateDiagram-v2", f"    [*] --> {names[TrainerState.JOINING]}"]
-    for (state, after), events in arrows.items():
-        lines.append(f"    {names[state]} --> {names[after]}: {', '.join(events)}")
-    lines.append(f"    {names[TrainerState.LEAVING]} --> {names[TrainerState.LEFT]}: left")
-    return "\n".join([*lines, "```"])
-
-
-def replaced(text: str, marks: tuple[str, str], draw: Callable[[], str]) -> str:
-    begin, end = marks
-    before, _, rest = text.partition(begin)
-    return f"{before}{begin}\n\n{draw()}\n\n{end}{rest.partition(end)[2]}"
-
-
 def page() -> str:
-    text = PAGE.read_text(encoding="utf-8")
-    return replaced(replaced(text, TRAINER, drawn_trainer), MAP, drawn)
+    begin, end = MAP
+    before, _, rest = PAGE.read_text(encoding="utf-8").partition(begin)
+    return f"{before}{begin}\n\n{drawn()}\n\n{end}{rest.partition(end)[2]}"
 
 
 if __name__ == "__main__":

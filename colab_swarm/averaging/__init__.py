@@ -22,34 +22,23 @@ fast link more. `RoundFinished.explanation` gives the reason in one sentence.
 
 | message | from, to | content |
 |---|---|---|
-| `RoundTerms` | organizer to candidate | an invitation to a round on these terms |
-| `JoinEta(ready_in_s, group, waits_for)` | back | a time in seconds, a refusal, or the group |
-| `JoinRound(ticket, contact, patience_s)` | member to organizer | joins with this weight, step, lineage and bandwidth |
-| `Joined(group, organizer, reason)` | back | a group, another organizer, a refusal, or a heartbeat |
+| `Attend(contact, key, terms, target)` | peer to organizer | opens the stream on which it stands there |
+| `StepReport(step, lineage, counted, ticket)` | peer to organizer | what it holds, has counted, and offers |
+| `News(key, granted, group, organizer)` | back | a grant, the group, or another organizer |
+| `Whereabouts(prefix, key)` | peer to peer | where do you stand, and do you have the group after this one? |
 | `ReduceSpan(round_id)` | member to reducer | opens the stream: `Chunk` up, `Chunk` back |
 | `RecallSpan(round_id, reducer, wanted)` | survivor to survivor | opens the stream of a lost reducer's chunks |
 
 ## States of a round
 
-    candidates --rank--> organizer --GroupFormation--> group --exchange--> means --(recovery)--> RoundResult
-                            |                            |                                          |
-                     "organized elsewhere"     every member passes it on                 on_round, RoundFinished
+    Attend --> organizer --Formation--> group --exchange--> means --(recovery)--> RoundResult
+                                          |                                          |
+                              all that stand there get it                on_round, RoundFinished
 
-    alice                        bob, the organizer                      carol
-      |  JoinRound(ticket)  ------->|  RoundTerms  --------------------->|
-      |<--  Joined()                |<--  JoinEta(ready_in_s=0.3)        |   every 0.5 s, while it forms
-      |                             |<--  JoinRound(ticket)              |
-      |<--  Joined(group)           |  Joined(group)  ------------------>|
-      |  ReduceSpan, Chunk ...      |                                    |   to each other member, and the means back
-
-- **Organizer.** Candidates are ranked by SHA-256 of prefix, step and id. The first live and willing
-  one organizes, without negotiation. Organizers with different views redirect up the rank, never
-  down. A peer itself asks only those that have half of the median credit with it, but goes where one of
-  these sends it, or has gone: credits differ from peer to peer, and they would part.
-- **Closing a group.** A group closes when all peers that accepted have joined, or have cost as much
-  time as they have earned (Times). Once more than half are there and the usual time is over, it closes before the
-  first of them leaves (``patience_s``). Every member passes the group on, so it survives its organizer. One
-  without most of the live peers is refused once, and one that holds a peer alone each time.
+- **Organizer.** A group names the organizer of the next one (`rendezvous`). Before the first group it is the peer that
+  came first and can be dialled, by the DHT records. If it is lost, all go to the next one of the last group's order.
+- **Closing a group.** In training a group closes when its batch is full (`grants`, `forming`). A meeting closes when
+  its units are there, or 5 s after its first ticket (`assembly`).
 - **Agreement.** All members have the same step, lineage (`colab_swarm.averaging.group`), layout of
   the vector, and codecs.
 - **A chunk** is finished when all members that are still expected have delivered it. Its mean never
@@ -57,14 +46,18 @@ fast link more. `RoundFinished.explanation` gives the reason in one sentence.
 
 ## Times
 
-Patience is earned (`colab_swarm.averaging.standing`). Every wait lasts for the usual time: what the median peer of the
-last rounds took, or three times the forecast by the bandwidths. Beyond it a peer has half of its credit, 2.5 s at
-first, and is charged for the time that it cost: `events.Waited`. A credit of 5 s comes back by 1 % of the time, and
-only by counted samples. So a busy notebook may stall for a moment, and a hostile one costs seconds in all, whatever it
-delays. A peer that is late because it waits for another says so (``waits_for``). That one pays if it has kept this peer
-waiting too: a claim about a third peer is worth nothing by itself.
+Each member of a round has the limit of what it has shown: the median time of its parts and five median deviations, at
+least twice the median and 2 s, 5 s while nothing is known (`colab_swarm.net.patience`). It counts from when something
+came of the member, so a slow line is not late. A few round trips are added, and where bandwidths are known, three times
+the forecast.
 
-A round takes 120 s at most, recovery included. Dialling a member takes 3 s at most, and a candidate's answer 10 s.
+A member that exceeds its limit is dropped from the round and left out for 60 s, twice as long each further time, at
+most 30 min: `events.Waited`. Later rounds do not wait for it, but count what comes before the others are done. One
+counted contribution ends it. Where more than half of the members are late, nobody is left out, as this peer's own line
+is the likely cause; nor where this process was stopped.
+
+A round takes 120 s at most, or three times its forecast, recovery included. Dialling a member takes 3 s at most. An
+organizer that says nothing for 5 s is asked whether it is there, and has 3 s for the answer.
 
 ## Failures
 
@@ -72,17 +65,18 @@ Rounds never raise for another peer's failure; `RoundResult` shows it.
 
 - *A sender vanishes.* It counts in the chunks that it has sent, at all members, and in no others.
   Its weight leaves the rest.
-- *A sender sends invalid data* (NaN, wrong length): it is dropped from this round, and its valid
-  chunks stay.
+- *A sender sends invalid data* (NaN, values 10,000 times larger than the median of the last ten means, wrong
+  length): it is dropped from this round, and its valid chunks stay.
 - *A reducer vanishes.* The next live reducer in member order becomes the span's coordinator. It
   collects the means that have arrived, and recomputes the rest from the survivors' contributions as
   float32.
 - *No member can give a chunk.* Its values stay local and are reported. In training, such a peer
   then fetches the state.
-- *A reducer misbehaves.* A mean that is not finite, or far larger than usual, counts as lost, and so does a stream that
-  breaks off before the last mean. Nobody checks other means.
-- *An organizer misbehaves.* Peers leave it out for half an hour if its group is invalid, and pass it over for the step
-  if it was silent, refused twice, sent them in circles or made a group of one.
+- *A reducer misbehaves.* A mean that is not finite, or as much too large, counts as lost, and so does a stream that
+  breaks off before the last mean. Nobody checks other means. But each member takes the digests of the means that came,
+  on a pool thread beside the exchange: one that got another mean has another lineage.
+- *An organizer vanishes, or its group is invalid.* Peers leave it out for 15 s, doubled up to a minute, and go to the
+  next one.
 
 **Security.** Only a worker's contribution counts, and only members take part in a round. A claimed bandwidth counts for
 16 times the median at most, and a 16th at least. Not guarded against: plausible but false values, of a contribution or
@@ -91,7 +85,7 @@ of a reducer's mean (`colab_swarm.trust`).
 ## Several groups: Moshpit averaging
 
 `colab_swarm.averaging.moshpit` averages a vector among all peers that call at about the same time.
-The first caller waits 5 s; peers that met before wait only for each other. Many peers, or
+It closes 5 s after the first caller; peers that met before wait only for each other. Many peers, or
 unreliable ones, are arranged on a grid and average along one axis after the other. After one round
 per axis all have the exact mean, and a failed peer costs only its own line. Codecs without error
 feedback lose values for good here.
@@ -107,9 +101,9 @@ Diskin et al., *Distributed Deep Learning in Open Collaborations* (DeDLOC), [arX
 | DeDLOC | module |
 |---|---|
 | section 3.2, equation 1: the linear program | `colab_swarm.averaging.strategy` |
-| section 3.2: butterfly all-reduce over spans | `group`, `upload`, `collection`, `span_server`, `reducer` |
+| section 3.2: butterfly all-reduce over spans | `group`, `exchange`, `reducer` |
 | section 3.2: recovery of a lost peer's span | `recovery` |
-| groups without a fixed leader | `search`, `organizer`, `matchmaking` |
+| groups without a fixed leader | `rendezvous`, `forming`, `grants` |
 | section 3.2 and appendix C: several groups | `assembly`, `moshpit` |
 | auxiliary peers (here: assistants) | `colab_swarm.training.assistant` |
 

@@ -1,161 +1,102 @@
 """A meeting: the peers that call for it at about the same time become one group.
 
-A ready peer publishes the number of the meeting that it waits for (swarm time in milliseconds) in the
-DHT, and all take the lowest. The meeting starts when the first peer has waited for the window, or all
-peers of the last meeting are back; with a fixed size, only once that many wait on the same terms. Its
-organizer calls the others, which ends their waiting too. A peer that waits longer takes a new number, so
-its record is no leftover.
+Each peer that waits publishes since when in the DHT, and stands at once at the organizer, which is the one that waits
+first and can be dialled (`rendezvous`). The meeting closes when all that it waits for are there, or at a time. After
+it nobody stands there any more: a late peer comes to the next one.
 """
 
 import asyncio
-import contextlib
 import hashlib
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import math
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
+from types import TracebackType
+from typing import Any, Self
 
 import msgspec
 
-from colab_swarm.averaging.group import (
-    Group,
-    GroupFormationSettings,
-    RoundRefused,
-    RoundTerms,
-    Ticket,
-    equal_shares,
-)
-from colab_swarm.averaging.matchmaking import Matchmaker
-from colab_swarm.averaging.memory import SwarmView
+from colab_swarm.averaging.forming import FormationSettings
+from colab_swarm.averaging.group import Group, RoundRefused, RoundTerms, Strategy, Ticket, equal_shares
+from colab_swarm.averaging.rendezvous import Rendezvous
 from colab_swarm.averaging.router import PrefixRouter
 from colab_swarm.dht.service import DHT
 from colab_swarm.errors import PeerError
-from colab_swarm.net.peers import Message, PeerId, short
-from colab_swarm.runtime import loop_now, wait_until
+from colab_swarm.net.peers import Contact, Message, PeerId, short
+from colab_swarm.runtime import loop_now
 
 logger = logging.getLogger(__name__)
 
-WINDOW_S = 5.0  # how long the first peer of a meeting waits for others
-_LOOK_S = 0.25
+WINDOW_S = 5.0  # from the first ticket of a meeting until it closes
+_TELL_S = 5.0  # between two records of a peer that waits
 _TTL_S = 30.0
-_SKEW_MS = 600_000  # ignore a number that is further from this peer's own time
-QUICK = GroupFormationSettings(window_s=2.0, slack_s=1.0, call_timeout_s=5.0)
+_GONE_S = 0.5  # a record that expires at once
+_READ_S = 0.25  # between two readings of the records
 
 
 class WaitingPeer(Message, frozen=True):
-    """DHT record: the peer waits for the meeting ``number``."""
+    """DHT record: the peer waits for a meeting."""
 
-    number: int
+    since: float  # swarm time; infinite: it waits no longer
     addresses: tuple[str, ...]
-    terms: str = ""  # what all members of a fixed size must agree on
-    at: float = 0.0  # its swarm time when it wrote this
+    terms: str = ""  # what all members must agree on
+    told_at: float = 0.0  # its swarm time when it wrote this
 
 
-class Meeting:
-    """Which meeting this peer waits for, and who else does; a pure core. ``now_ms`` is swarm time.
+class Gathering:
+    """Finds one group; an async context manager: this peer stands where the group forms.
 
     Attributes:
-        number: of the meeting that this peer waits for, or took part in last. `begin` takes a new one,
-            `take_lowest` another's lower one, and `on_called` the caller's.
-        waiting: the other peers as last read, and the meetings that they wait for (`on_records`).
-        called: True from an organizer's call (`on_called`) until this peer begins again.
+        group: the group, once it has formed. This peer is not in it if its ticket came too late.
     """
 
-    def __init__(self, me: PeerId, size: int | None, terms: str) -> None:
-        self._me = me
-        self._size = size
-        self._terms = terms
-        self.number = 0
-        self.waiting: dict[PeerId, int] = {}
-        self.called = False
-        self._own = 0  # the number that `begin` took
-        self._last = 0  # the last meeting in which this peer looked for its group; set by `end`
-        self._waits_for: RoundTerms | None = None  # from `begin` to `end`
-        self._joining = False  # from `join` to `end`
-        self._before: frozenset[PeerId] = frozenset()  # members of the last group; set by `on_group`
-        self._others: dict[PeerId, float] = {}  # peers with other terms: when they wrote first
+    def __init__(
+        self,
+        router: PrefixRouter,
+        settings: FormationSettings,
+        organizers: Callable[[], Coroutine[Any, Any, Sequence[Contact]]],
+    ) -> None:
+        self.terms = settings.terms
+        self.organizers = organizers
+        self.group: asyncio.Future[Group] = asyncio.get_running_loop().create_future()
+        self._rendezvous = Rendezvous(router, settings.terms.prefix, settings, self)
+        self._rendezvous.share.step, self._rendezvous.share.lineage = settings.terms.key
 
-    def begin(self, terms: RoundTerms, now_ms: float) -> None:
-        """Wait for a new meeting on ``terms``, whose step becomes its number."""
-        self.number = max(int(now_ms), self.number + 1)
-        self._own = self.number
-        self._waits_for = msgspec.structs.replace(terms, step=self.number)
-        self.called = False
+    async def __aenter__(self) -> Self:
+        self._rendezvous.start()
+        return self
 
-    def on_records(self, records: Mapping[PeerId, WaitingPeer], now_ms: float) -> None:
-        """Take the others' records; raises ValueError if a waiting peer has other terms."""
-        waiting = {}
-        for peer, record in records.items():
-            if peer != self._me and self._agrees(peer, record) and self._plausible(record.number, now_ms):
-                waiting[peer] = record.number
-        self.waiting = waiting
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._rendezvous.leave()
+        self._rendezvous.close()
 
-    def _agrees(self, peer: PeerId, record: WaitingPeer) -> bool:
-        if self._size is None or record.terms == self._terms:
-            return True
-        # Its first record may be a leftover.
-        if self._others.setdefault(peer, record.at) != record.at:
-            raise ValueError(
-                f"{short(peer)} has other settings: {record.terms[:512]!r}; this peer: {self._terms!r}. "
-                "Give all peers the same settings"
-            )
-        return False
+    def offer(self, ticket: Ticket) -> None:
+        """Take part in the group."""
+        self._rendezvous.share.ticket = ticket
+        self._rendezvous.tell()
 
-    def _plausible(self, number: int, now_ms: float) -> bool:
-        return number > self._last and abs(number - now_ms) < _SKEW_MS
+    # What the rendezvous asks and tells.
 
-    def take_lowest(self) -> None:
-        """Wait for the lowest meeting of all waiting peers, unless this one was called to another."""
-        if not self.called:
-            self.number = min([self._own, *self.waiting.values()])
+    def live(self) -> Collection[PeerId]:
+        return ()
 
-    @property
-    def complete(self) -> bool:
-        """True if nobody else is awaited."""
-        if self._size is not None:
-            return 1 + len(self.waiting) >= self._size
-        return bool(self._before) and self._before <= {*self.waiting, self._me}
+    def helpers(self) -> Collection[PeerId]:
+        return ()
 
-    def on_called(self, terms: RoundTerms, now_ms: float) -> bool:
-        """Take an organizer's call to a meeting; returns whether this peer comes."""
-        own = self._waits_for
-        if own is None or msgspec.structs.replace(own, step=terms.step) != terms:
-            return False
-        if terms.step != self.number:
-            if self._joining or self.called or not self._plausible(terms.step, now_ms):
-                return False
-            self.number = terms.step
-        self.called = True
-        return True
+    def on_group(self, group: Group, *, contributes: bool) -> None:
+        if not self.group.done():
+            self.group.set_result(group)
 
-    def join(self) -> RoundTerms:
-        """Stay with this number; returns the terms of the meeting's group."""
-        assert self._waits_for is not None
-        self._joining = True
-        return msgspec.structs.replace(self._waits_for, step=self.number)
-
-    def end(self) -> None:
-        """Wait no more."""
-        if self._joining:
-            self._last = self.number
-        self._waits_for = None
-        self._joining = False
-
-    def on_group(self, group: Group) -> None:
-        self._before = frozenset(member.id for member in group.members)
-
-    def members_among(self, peers: Iterable[PeerId]) -> frozenset[PeerId]:
-        """Return those of ``peers`` that were in the last group."""
-        return self._before.intersection(peers)
+    def on_granted(self) -> None:
+        pass
 
 
-def _one_vote(peers: int) -> int:
-    return 1
-
-
-class Assembly(SwarmView):
+class Assembly:
     """One peer's part in the meetings of a name; each has exactly ``size`` members, if it is given.
 
-    All members of a fixed size must agree on ``terms``, readable text. ``timeout_s`` bounds finding
-    the group, beyond the window.
+    Attributes:
+        waiting: the records of the peers that wait on the same terms, this one among them, as last read.
     """
 
     def __init__(
@@ -163,126 +104,114 @@ class Assembly(SwarmView):
         router: PrefixRouter,
         dht: DHT,
         prefix: str,
-        settings: GroupFormationSettings = QUICK,
+        strategy: Strategy = equal_shares,
         *,
-        timeout_s: float = 60.0,
-        terms: str = "",
+        size: int | None = None,
     ) -> None:
+        self._router = router
         self._peers = router.peers
         self._dht = dht
         self._prefix = prefix
-        self._timeout_s = timeout_s
-        self._size = settings.size
-        self._terms = terms
-        self._lineage = b""
-        if terms:
-            self._lineage = hashlib.sha256(terms.encode()).digest()[:16]
-        self._matchmaker = Matchmaker(
-            router,
-            prefix,
-            self,
-            strategy=equal_shares,  # a meeting averages nothing
-            settings=settings,
-        )
-        self.meeting = Meeting(self._peers.id, settings.size, terms)
-        # Wakes this peer where it waits; set and cleared with ``meeting.called``.
-        self._called = asyncio.Event()
-        self._withdrawing: asyncio.Task[None] | None = None
+        self._strategy = strategy
+        self._size = size
+        self._own = WaitingPeer(math.inf, ())
+        self.waiting: dict[PeerId, WaitingPeer] = {}
+        self._others: dict[PeerId, float] = {}  # peers with other terms: when they wrote first
+        self._known = asyncio.Event()  # the records have been read
+        self._before: frozenset[PeerId] = frozenset()  # members of the last meeting
+        self._telling: asyncio.Task[None] | None = None  # that this peer waits no longer
 
     def close(self) -> None:
-        self._matchmaker.close()
-        if self._withdrawing is not None:
-            self._withdrawing.cancel()
+        if self._telling is not None:
+            self._telling.cancel()
 
-    async def meet(self, numel: int, schema: bytes, vote: Callable[[int], int] = _one_vote) -> Group:
+    async def meet(self, terms: str = "", weight: float = 0.0) -> Group:
         """Wait for other peers and return the group, which is the same at all its members.
 
-        All must give the same ``numel`` and ``schema``; ``vote(peers)`` is this peer's weight in
-        the group. Raises RoundRefused without a peer to meet or if the others average another
-        vector; with a fixed size only as ``late``, and ValueError if a waiting peer has other
-        terms.
+        Peers with the same ``terms``, readable text, meet. ``weight`` is this peer's in the group. Without a size, a
+        peer that nobody joins is alone in its group. With one, this waits as long as it takes. It raises ValueError
+        if a waiting peer has other terms, and RoundRefused if the group is full.
         """
-        deadline = loop_now() + WINDOW_S + self._timeout_s
-        terms = RoundTerms(self._prefix, 0, self._lineage, numel, schema)
+        self.close()
+        self._own = WaitingPeer(self._peers.time(), self._peers.contact.addresses, terms)
+        self._others = {}
+        self._known.clear()
+        watching = asyncio.create_task(self._watch())
         try:
             while True:
-                try:
-                    group = await self._meet_once(terms, vote, deadline)
-                except RoundRefused as refusal:
-                    if self._is_final(refusal) or loop_now() >= deadline:
-                        raise
-                    logger.debug("no group in meeting %d: %s", self.meeting.number, refusal)
-                else:
-                    self.meeting.on_group(group)
+                group = await self._gather(weight, watching)
+                if group.index_of(self._peers.id) is not None:
+                    self._before = frozenset(member.id for member in group.members)
                     return group
+                if self._size is not None:
+                    raise RoundRefused("late", f"{self._size} other peers have met")
         finally:
-            self._withdrawing = asyncio.create_task(self.publish())
+            watching.cancel()
+            self._own = msgspec.structs.replace(self._own, since=math.inf)
+            self._telling = asyncio.create_task(self._tell(_GONE_S))
 
-    def _is_final(self, refusal: RoundRefused) -> bool:
-        """A full group of a fixed size stays full. Without a size, a late peer comes to the next meeting."""
-        late = refusal.reason == "late"
+    async def _gather(self, weight: float, watching: asyncio.Task[None]) -> Group:
+        """Return the next group that forms, with this peer or without it."""
+        schema = hashlib.sha256(self._own.terms.encode()).digest()[:16]
+        terms = RoundTerms(self._prefix, 0, b"", 1, schema)
+        window_s = math.inf
         if self._size is None:
-            return not late
-        return late
+            window_s = WINDOW_S
+        settings = FormationSettings(
+            terms, 0.0, self._strategy, window_s=window_s, size=self._size, awaited=self._before
+        )
+        async with Gathering(self._router, settings, self.organizers) as gathering:
+            gathering.offer(Ticket(terms, weight, bool(self._own.addresses)))
+            first: set[asyncio.Future[Any]] = {gathering.group, watching}
+            await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
+            if watching.done():
+                watching.result()
+            return gathering.group.result()
 
-    async def _meet_once(self, terms: RoundTerms, vote: Callable[[int], int], deadline: float) -> Group:
-        self.meeting.begin(terms, self._now_ms())
-        self._called.clear()
-        try:
-            others = await self._wait()
-            terms = self.meeting.join()
-            weight = float(vote(len(others) + 1))
-            reduces = bool(self._peers.contact.addresses)
-            ticket = Ticket(terms, weight, reduces)
-            others |= self._matchmaker.likely(*terms.key)
-            return await self._matchmaker.join(ticket, sorted(others), deadline)
-        finally:
-            self.meeting.end()
+    async def organizers(self) -> Sequence[Contact]:
+        """Return the waiting peers that can be dialled, the first one first; this peer if there is none."""
+        await self._known.wait()
+        waiting = sorted(self.waiting, key=lambda peer: (self.waiting[peer].since, peer))
+        contacts = [Contact(peer, self.waiting[peer].addresses) for peer in waiting]
+        return [contact for contact in contacts if contact.addresses] or [self._peers.contact]
 
-    async def _wait(self) -> set[PeerId]:
-        """Wait until the meeting starts; returns the other peers that wait."""
-        meeting = self.meeting
-        begun = loop_now()
-        published = 0
+    # The records.
+
+    async def _watch(self) -> None:
+        tell_at = loop_now()
         while True:
-            if published != meeting.number:
-                published = meeting.number
-                await self.publish(ttl_s=WINDOW_S + _TTL_S)
+            if loop_now() >= tell_at:
+                await self._tell(_TTL_S)
+                tell_at = loop_now() + _TELL_S
             await self._read()
-            meeting.take_lowest()
-            others = set(meeting.waiting)
-            if meeting.complete or meeting.called:
-                return others
-            if loop_now() - begun >= WINDOW_S:
-                if self._size is None:
-                    return others
-                raise RoundRefused("unreachable", f"{1 + len(others)} of {self._size} peers wait")
-            await wait_until(loop_now() + _LOOK_S, self._called)
+            self._known.set()
+            await asyncio.sleep(_READ_S)
 
-    def on_called(self, terms: RoundTerms, caller: PeerId) -> float | None:
-        if not self.meeting.on_called(terms, self._now_ms()):
-            return None
-        self._called.set()
-        return 0.0
-
-    async def expected(self, step: int, lineage: bytes) -> Sequence[PeerId]:
-        known = self.meeting.members_among(self._peers.linked()) | self._matchmaker.likely(step, lineage)
-        await self._read()
-        return sorted({*self.meeting.waiting, *known})
-
-    def _now_ms(self) -> float:
-        return self._peers.time() * 1000
-
-    async def publish(self, *, ttl_s: float = 0.5) -> None:
-        """Publish that this peer waits, for ``ttl_s``; by default, that it no longer does."""
-        peers = self._peers
-        record = WaitingPeer(self.meeting.number, peers.contact.addresses, self._terms, peers.time())
+    async def _tell(self, ttl_s: float) -> None:
+        self._own = msgspec.structs.replace(self._own, told_at=self._peers.time())
         try:
-            await self._dht.publish(self._prefix, record, ttl_s=ttl_s)
+            await self._dht.publish(self._prefix, self._own, ttl_s=ttl_s)
         except PeerError as error:
             logger.info("could not publish that this peer waits: %s", error)
 
     async def _read(self) -> None:
-        with contextlib.suppress(PeerError):  # it is soon read again
+        try:
             records = await self._dht.published(self._prefix, WaitingPeer)
-            self.meeting.on_records(records, self._now_ms())
+        except PeerError as error:
+            logger.debug("the records are soon read again: %s", error)
+            return
+        self._on_records({**records, self._peers.id: self._own})
+
+    def _on_records(self, records: Mapping[PeerId, WaitingPeer]) -> None:
+        """Take the records; raises ValueError if a waiting peer has other terms where a size is given."""
+        self.waiting = {}
+        for peer, record in records.items():
+            if record.terms == self._own.terms:
+                if math.isfinite(record.since):
+                    self.waiting[peer] = record
+            # Its first record may be a leftover.
+            elif self._size is not None and self._others.setdefault(peer, record.told_at) != record.told_at:
+                raise ValueError(
+                    f"{short(peer)} has other settings: {record.terms[:512]!r}; this peer: {self._own.terms!r}. "
+                    "Give all peers the same settings"
+                )

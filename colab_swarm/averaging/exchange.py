@@ -1,128 +1,529 @@
-"""One round at one member: it contributes, collects the means, and reduces its own span.
+"""One round at one member: it contributes to all spans, reduces its own, and collects the means.
 
-One stream to each reducer: outgoing connections are enough. No task, timer or copy per chunk.
+One stream to each other reducer carries the contribution there and the means back: outgoing connections are enough.
+No task, timer or copy per chunk.
 """
 
 import asyncio
+import logging
 import math
+from collections.abc import Mapping
 
-from colab_swarm.averaging.collection import Collection
-from colab_swarm.averaging.group import Span
-from colab_swarm.averaging.lateness import SHORTEST_S, TICK_S, Lateness
-from colab_swarm.averaging.member import RoundMember, UploadEncoding
+import numpy as np
+
+from colab_swarm.averaging.group import Group, Span, chunk_values
+from colab_swarm.averaging.lateness import Key, Lateness
+from colab_swarm.averaging.messages import AveragingSettings, Chunk, ReduceSpan
 from colab_swarm.averaging.recovery import Recovery
-from colab_swarm.averaging.result import GroupResult
-from colab_swarm.averaging.span_server import SpanServer
-from colab_swarm.averaging.upload import Upload
-from colab_swarm.runtime import loop_now
+from colab_swarm.averaging.reducer import SpanLedger, SpanReducer
+from colab_swarm.averaging.result import GroupResult, Trace
+from colab_swarm.averaging.strategy import forecast_s
+from colab_swarm.errors import CallRefused, PeerError, PeerLost, require
+from colab_swarm.net.patience import Patience, allowance_s
+from colab_swarm.net.peers import PeerId, Peers, Role, Stream, StreamEnded, short
+from colab_swarm.runtime import loop_now, wake
+from colab_swarm.tensors.codecs import Buffer, Precision, codec_of
+from colab_swarm.tensors.sparse import SPARSE16, Sparse, drop_zeros, restore_zeros
+from colab_swarm.tensors.vector import HostVector, Vector
+
+logger = logging.getLogger(__name__)
+
+LEAD = 0.01  # how far a stream may be ahead of the slowest one, as a share of its span
+STALL_S = 1.0  # the other streams stop waiting for one that sent nothing for this time
+TICK_S = 0.1  # between two looks for late members
+AWAKE_S = 1.0  # a timer of a running process is not so late
+SILENT_S = 1.0  # a late contributor of which nothing came for this time does not reduce either
+CHAINED = 1.5  # times the limit of a reducer, which may wait for a contributor itself
+PREDICTED = 3.0  # a round may take three times its forecast from the bandwidths
+_MOST_ROUND_S = 3600.0  # whatever the bandwidths are said to be
 
 
-class AllReduce:
+class Pace:
+    """Keeps the contributions to all reducers even: else a large span would start and end last. Pure.
+
+    In a span of few chunks each one is a large part; these take turns, in the order of ``chunks``.
+    """
+
+    def __init__(self, chunks: Mapping[int, int], *, now: float) -> None:
+        self._chunks = {reducer: count for reducer, count in chunks.items() if count}
+        # How far a stream may be ahead: by up to a third of one of its chunks more, the later its turn.
+        self._lead = {}
+        for turn, (reducer, count) in enumerate(self._chunks.items()):
+            self._lead[reducer] = LEAD + turn / len(chunks) / count / 3
+        self._sent = dict.fromkeys(self._chunks, 0.0)  # as a share of the span
+        self._sent_at = dict.fromkeys(self._chunks, now)
+
+    def may_send(self, reducer: int, *, now: float) -> bool:
+        return self._sent[reducer] <= self._last(now) + self._lead[reducer]
+
+    def on_chunk(self, reducer: int, index: int, *, now: float) -> bool:
+        """Count a chunk as sent or skipped; returns True if that may let other streams send."""
+        before = self._sent[reducer]
+        self._sent[reducer] = (index + 1) / self._chunks[reducer]
+        self._sent_at[reducer] = now
+        return before < self._last(now)
+
+    def on_over(self, reducer: int) -> None:
+        self._sent[reducer] = 1.0
+
+    def _last(self, now: float) -> float:
+        moving = (sent for other, sent in self._sent.items() if now < self._sent_at[other] + STALL_S)
+        return min(moving, default=1.0)
+
+
+class Round:
     """One round at one member, whose vector becomes the means; an assistant, which does not collect, only reduces.
 
-    ``exchange_s`` is the time from the begin until the last other reducer was done or lost, by `obtain`; infinite
-    while none is.
+    Raises ValueError if this peer is no member.
+
+    Args:
+        fine: values at the front that belong to small tensors (see `Precision`).
+        most_rms: largest root mean square of a contribution or a mean.
     """
 
     def __init__(
-        self, own: RoundMember, encoding: UploadEncoding | None = None, *, collects: bool = True
+        self,
+        peers: Peers,
+        group: Group,
+        vector: Vector,
+        settings: AveragingSettings,
+        patience: Patience[Key],
+        fine: int | None = None,
+        *,
+        collects: bool = True,
+        most_rms: float = math.inf,
     ) -> None:
-        now = own.trace.began_at
-        encoding = encoding or UploadEncoding()
-        self.own = own
-        self.group = own.group
+        me = group.index_of(peers.id)
+        if me is None:
+            raise ValueError("only a member can take part in a round")
+        now = loop_now()
+        terms = group.terms
+        self.peers = peers
+        self.group = group
+        self.me = me
+        self.settings = settings
         self.collects = collects
-        self.lateness = Lateness(own, now=now)
-        self.upload = Upload(own, encoding, now=now)
-        self.server = SpanServer(own, encoding.fine, collects=collects)
-        self.collection = Collection(own, self.upload)
-        self.recovery = Recovery(own, self.upload, self.lateness, collects=collects)
-        self.exchange_s = math.inf
-        if not collects:
-            for reducer, settled in enumerate(own.settled):
-                if reducer != own.me:
-                    settled.set()
+        self.contributors = frozenset(i for i, member in enumerate(group.members) if member.weight > 0)
+        # A large model takes long over slow lines, beside the trainer.
+        self._forecast_s = min(PREDICTED * forecast_s(group), _MOST_ROUND_S)
+        self.limit_s = max(settings.round_timeout_s, self._forecast_s)
+        self.ledger = SpanLedger(group, vector)
+        self.trace = Trace(group, now=now)
+        self.lateness = Lateness(group, me, patience, now=now)
+        self.recovery = Recovery(self)
+        self.most_rms = most_rms
+        self._exchange_s = math.inf  # until the last of the other reducers was done or lost
+        self._digesting: asyncio.Future[None] | None = None
 
-    def result(self, now: float) -> GroupResult:
+        # Reducers that failed here before all their means arrived; of an assistant, those that it recovers.
+        self.lost: set[int] = set()
+        self.silent: set[int] = set()  # late members of which nothing came: they are asked for nothing more
+        # Set when a reducer's own means have arrived here or will not, and when no other member's will either.
+        self.settled = [asyncio.Event() for _ in group.members]
+        self.final = [asyncio.Event() for _ in group.members]
+        self._waits: dict[int, asyncio.Timeout] = {}  # for the means of reducers
+
+        self._precision = Precision(terms.codec, fine)
+        self._mean_precision = Precision(terms.mean_codec, fine)
+        self._pace = Pace({reducer: len(self.ledger.chunks[reducer]) for reducer in self.others}, now=now)
+        self._turn = asyncio.Event()  # streams wait for their turn to send
+
+        longest = min(chunk_values(terms.codec, terms.mean_codec), terms.numel)
+        self._scratch = np.empty(longest, np.float32)  # for one chunk, without an await
+        self._streaming: set[int] = set()  # members that opened a stream here
+        self._averaged_at = math.inf  # when all chunks of the own span were averaged
+        self._means: list[
+            tuple[Chunk, Buffer]
+        ] = []  # encoded, as they were finished: each stream has this order
+        self._more_means = asyncio.Event()
+        self._released = False
+        self.open_streams = 0  # that members have open here, of contributions and of recoveries
+        self.idle = asyncio.Event()  # set when the last one ends
+        span = group.spans()[me]
+        # A member that collects means into its vector needs its values until they arrive; an assistant's are empty.
+        sums = np.empty(span.numel, np.float32) if collects else vector.read(*span)
+        weights = [member.weight for member in group.members]
+        self.reducer = SpanReducer(self.ledger.chunks[me], weights, sums, most_rms)
+        self._publish(self.reducer.finished())
+        if not collects:
+            self._publish(self.reducer.drop(me))
+            for reducer in self.others:
+                self.settled[reducer].set()
+
+    @property
+    def others(self) -> list[int]:
+        """The other members, starting after this one, so that each begins with another."""
+        count = len(self.group.members)
+        return [*range(self.me + 1, count), *range(self.me)]
+
+    @property
+    def contributes(self) -> bool:
+        return self.me in self.contributors
+
+    def id_of(self, member: int) -> PeerId:
+        return self.group.members[member].id
+
+    async def run(self) -> None:
+        """Take part until the vector has all means that there are, or the round's time is over."""
+        stop_listening = self.peers.on_lost(self._on_lost)
+        awaited = self.final if self.collects else [self.final[self.me]]
+        try:
+            async with asyncio.timeout(self.limit_s), asyncio.TaskGroup() as tasks:
+                watch = tasks.create_task(self._watch())
+                if self.collects:
+                    tasks.create_task(self._contribute_own())
+                    for reducer in self.others:
+                        tasks.create_task(self._obtain(reducer))
+                for final in awaited:
+                    await final.wait()
+                watch.cancel()
+        except TimeoutError:
+            logger.warning("the round of step %d timed out after %g s", self.group.terms.step, self.limit_s)
+            for member in {*self.reducer.awaited(), *self.lost} - {self.me}:
+                if member not in self.trace.dropped:
+                    self.lateness.on_late(member, loop_now())
+                self.trace.on_dropped(member, f"too slow: the round ended after {self.limit_s:g} s")
+        finally:
+            stop_listening()
+            if self.collects:  # a late chunk must not change what the trainer applies
+                self.ledger.writable = False
+            for event in (*self.settled, *awaited):
+                event.set()
+
+    async def result(self) -> GroupResult:
         """Return how the round went, when it is over."""
-        own = self.own
-        group = self.group
-        spans = group.spans()
-        seconds = now - own.trace.began_at
-        incomplete = own.ledger.incomplete()
+        seconds = loop_now() - self.trace.began_at
+        incomplete = self.ledger.incomplete()
         contributors = []
-        for index, member in enumerate(group.members):
+        for index, member in enumerate(self.group.members):
             if member.weight > 0 and index not in incomplete:
                 contributors.append(member.id)
         kept_local: tuple[Span, ...] = ()
+        digest = b""
         if self.collects:
-            kept_local = own.ledger.kept_local()
+            kept_local = self.ledger.kept_local()
+            if self._digesting is not None:
+                await self._digesting
+            digest = await asyncio.to_thread(self.ledger.digest)
+        spans = self.group.spans()
         return GroupResult(
-            group=group,
-            step=group.terms.step,
-            announced={member.id: member.samples for member in group.members},
+            group=self.group,
+            step=self.group.terms.step,
+            announced={member.id: member.samples for member in self.group.members},
             contributors=tuple(contributors),
-            spans_lost=tuple(spans[reducer] for reducer in sorted(own.lost)),
+            spans_lost=tuple(spans[reducer] for reducer in sorted(self.lost)),
             kept_local=kept_local,
-            sent_bytes=own.trace.sent_bytes,
-            received_bytes=own.trace.received_bytes,
+            sent_bytes=self.trace.sent_bytes,
+            received_bytes=self.trace.received_bytes,
             seconds=seconds,
-            exchange_s=min(seconds, self.exchange_s),
-            members=own.trace.members(incomplete),
-            gaps=own.ledger.gaps(),
-            digest=own.ledger.digest() if self.collects else b"",
+            exchange_s=min(seconds, self._exchange_s),
+            members=self.trace.members(incomplete),
+            gaps=self.ledger.gaps(),
+            digest=digest,
         )
 
-    async def contribute_own(self) -> None:
-        """Add the own contribution to the own reducer, yielding to the event loop in between."""
-        own = self.own
-        chunks = own.ledger.chunks[own.me] if own.contributes else ()
+    # Contribute to a span, and collect its means.
+
+    async def _contribute_own(self) -> None:
+        """Add the own contribution to the own span, yielding to the event loop in between."""
+        chunks = self.ledger.chunks[self.me] if self.contributes else ()
         try:
             for index, chunk in enumerate(chunks):
-                message, payload = self.upload.encoded(own.me, index, chunk)
-                self.server.take(own.me, message, payload)
+                self.take(self.me, *self.encoded(self.me, index, chunk))
                 await asyncio.sleep(0)
         except ValueError as error:  # the codec cannot encode it
-            self.server.drop(own.me, str(error))
+            self._drop(self.me, str(error))
 
-    async def obtain(self, reducer: int) -> None:
+    async def _obtain(self, reducer: int) -> None:
         """Collect the means of a reducer's span, from other members if it is lost."""
-        own = self.own
-        if own.ledger.chunks[reducer]:
-            await self.collection.talk_to(reducer)
-            self.exchange_s = loop_now() - own.trace.began_at
-            if reducer in own.lost:
+        if self.ledger.chunks[reducer]:
+            await self._talk_to(reducer)
+            self._exchange_s = loop_now() - self.trace.began_at
+            if reducer in self.lost:
                 await self.recovery.recover(reducer)
-        own.settled[reducer].set()
-        own.final[reducer].set()
+        self.settled[reducer].set()
+        self.final[reducer].set()
 
-    async def watch(self) -> None:
-        """Go on without each member that is later than usual by more than it has earned."""
-        sleep_s = TICK_S
+    async def _talk_to(self, reducer: int) -> None:
+        """Contribute to a reducer's span and collect its means; note it as lost if some did not arrive."""
+        peer = self.id_of(reducer)
+        try:
+            async with asyncio.timeout(None) as self._waits[reducer]:
+                try:
+                    await self._converse(reducer)
+                except PeerLost:
+                    if peer not in self.peers.linked():
+                        raise
+                    # one of two links was lost, not the peer
+                    await self._converse(reducer)
+        except (PeerError, TimeoutError, ValueError) as error:
+            reason = str(error)
+            if not reason:
+                reason = f"too slow: no mean for {self._silent_s(reducer, loop_now()):.1f} s"
+            if isinstance(error, CallRefused):
+                reason = f"refused: {reason}"
+            logger.debug("reducer %s is lost: %s", short(peer), reason)
+            self.trace.on_dropped(reducer, reason)
+        finally:
+            del self._waits[reducer]
+            if self.ledger.lacking(reducer):
+                self.lost.add(reducer)
+            self.settled[reducer].set()
+
+    async def _converse(self, reducer: int) -> None:
+        peer = self.id_of(reducer)
+        opening = ReduceSpan(self.group.round_id)
+        async with await self.peers.stream(peer, opening, timeout_s=self.settings.dial_timeout_s) as stream:
+            require(self.peers.role_of(peer) >= Role.REDUCER, "its role does not let it reduce")
+            upload = asyncio.create_task(self._upload(stream, reducer))
+            try:
+                for _ in self.ledger.chunks[reducer]:
+                    message, payload = await stream.receive(Chunk)
+                    now = loop_now()
+                    self.lateness.heard_at[reducer] = now
+                    self.trace.on_traffic("means", reducer, now)
+                    self.trace.received_bytes += len(payload)
+                    self.place_mean(reducer, message, payload)
+            finally:
+                upload.cancel()
+
+    async def _upload(self, stream: Stream, reducer: int) -> None:
+        """Send the contribution to one reducer's span, and end the stream's way there."""
+        try:
+            await self._send_chunks(stream, reducer)
+            await stream.end()
+        except PeerError as error:  # who receives the means sees the same and acts on it
+            logger.debug("contribution to span %d broke off: %s", reducer, error)
+        finally:
+            self._pace.on_over(reducer)
+            wake(self._turn)
+
+    async def _send_chunks(self, stream: Stream, reducer: int) -> None:
+        chunks = self.ledger.chunks[reducer] if self.contributes else ()
+        try:
+            for index, chunk in enumerate(chunks):
+                if not self.ledger.settled(reducer, index):
+                    while not self._pace.may_send(reducer, now=loop_now()):
+                        await self._turn.wait()
+                    message, payload = self.encoded(reducer, index, chunk)
+                    self.trace.on_traffic("sent", reducer, loop_now())
+                    await stream.send(message, payload)
+                    self.trace.on_traffic("sent", reducer, loop_now())
+                    self.trace.sent_bytes += len(payload)
+                if self._pace.on_chunk(reducer, index, now=loop_now()):
+                    wake(self._turn)
+        except ValueError as error:  # the codec cannot encode it; the reducer counts the rest as missing
+            logger.warning("this peer contributes nothing more to the round: %s", error)
+
+    def encoded(self, reducer: int, index: int, chunk: Span) -> tuple[Chunk, Buffer]:
+        """Return this peer's contribution to a chunk; raises ValueError if the codec refuses it."""
+        codec = self._precision.at(chunk.start)
+        if reducer == self.me and not isinstance(codec, Sparse):
+            # The own span's is exact; a sparse mean must not become dense by it.
+            codec = codec_of("float32")
+        return Chunk(index, codec=codec.name), self.ledger.vector.encode(chunk.start, chunk.stop, codec)
+
+    def place_mean(self, reducer: int, message: Chunk, payload: Buffer) -> None:
+        """Place a chunk's mean, whoever gave it; raises ValueError if it cannot be one."""
+        require(
+            self.contributors.issuperset(message.missing), "its mean lacks members that contribute nothing"
+        )
+        name = message.codec or self.group.terms.mean_codec
+        if name == SPARSE16 and len(payload):
+            name = "float16"
+            payload = restore_zeros(payload, self.ledger.chunk(reducer, message.index).numel)
+        self.ledger.place(
+            reducer, message.index, codec_of(name), payload, message.missing, most_rms=self.most_rms
+        )
+
+    # Reduce the own span.
+
+    async def serve(self, stream: Stream, member: int) -> None:
+        """Take a member's contribution to the own span, and return the means to it."""
+        self._streaming.add(member)
+        self.lateness.heard_at[member] = loop_now()
+        if self._released:  # it comes late, and may read when the vector has other values
+            self._means = [(mean, bytes(payload)) for mean, payload in self._means]
+            self._released = False
+        returning = asyncio.create_task(self._return_means(stream))
+        try:
+            await self._take_all(stream, member)
+            await returning
+        except PeerError as error:
+            self._drop(member, str(error))
+            raise
+        finally:
+            returning.cancel()
+            self._drop(member, "its stream is over")
+
+    async def _take_all(self, stream: Stream, member: int) -> None:
+        try:
+            while True:
+                message, payload = await stream.receive(Chunk)
+                now = loop_now()
+                self.lateness.heard_at[member] = now
+                self.trace.on_traffic("received", member, now)
+                self.trace.received_bytes += len(payload)
+                self.take(member, message, payload)
+        except StreamEnded:
+            self._drop(member, "it ended before its last chunk")
+
+    async def _return_means(self, stream: Stream) -> None:
+        try:
+            for sent in range(len(self.ledger.chunks[self.me])):
+                while sent == len(self._means):
+                    await self._more_means.wait()
+                message, payload = self._means[sent]
+                await stream.send(message, payload)
+                self.trace.sent_bytes += len(payload)
+            await stream.end()
+        except PeerError as error:
+            logger.debug("means for %s broke off: %s", short(stream.peer), error)
+
+    def take(self, member: int, message: Chunk, payload: Buffer) -> None:
+        """Add a member's contribution to a chunk; a member that sends an invalid one is dropped."""
+        chunks = self.ledger.chunks[self.me]
+        index = message.index
+        numel = chunks[index].numel if 0 <= index < len(chunks) else 0
+        try:
+            codec = codec_of(message.codec or self.group.terms.codec)
+            values = codec.decode(payload, numel, scratch=self._scratch)
+            if self.reducer.on_chunk(member, index, values):
+                self._publish([index])
+        except ValueError as error:
+            self._drop(member, str(error))
+
+    def _drop(self, member: int, reason: str) -> None:
+        """Continue without the chunks that ``member`` did not deliver."""
+        if member in self.reducer.awaited():
+            logger.debug("contributor %s is out: %s", short(self.id_of(member)), reason)
+            self.trace.on_dropped(member, reason)
+            self._publish(self.reducer.drop(member))
+
+    def _publish(self, finished: list[int]) -> None:
+        if finished:
+            self.trace.on_traffic("means", self.me, loop_now())
+        for index in finished:
+            self._place_own(index)
+        wake(self._more_means)
+        if not self.reducer.unfinished:
+            self._averaged_at = loop_now()
+            self.settled[self.me].set()
+            self.final[self.me].set()
+
+    def _place_own(self, index: int) -> None:
+        """Encode the mean of a chunk, and let this member take what the others will decode."""
+        mean = self.reducer.mean(index)
+        missing = self.reducer.missing(index)
+        codec = self._mean_precision.at(self.ledger.chunk(self.me, index).start)
+        encoded: Buffer = b""
+        if mean is not None:
+            encoded = codec.encode(mean)
+        self.ledger.place(self.me, index, codec, encoded, missing)
+        name = codec.name
+        shorter = drop_zeros(encoded) if name == "float16" else b""
+        if shorter:
+            name = SPARSE16
+            encoded = shorter
+        self._means.append((Chunk(index, True, missing, name), encoded))
+
+    def on_open(self) -> None:
+        """Count a stream that a member has open here."""
+        self.open_streams += 1
+        self.idle.clear()
+
+    def on_close(self) -> None:
+        self.open_streams -= 1
+        if not self.open_streams:
+            self.idle.set()
+
+    def release(self) -> None:
+        """Free the memory of an averaged span that nobody reads; the vector has the means, for late members."""
+        if self.open_streams or self.reducer.unfinished:
+            return
+        vector = self.ledger.vector
+        if not isinstance(vector, HostVector):
+            # It would give copies.
+            return
+        self.reducer.sums = [vector.read(*chunk) for chunk in self.ledger.chunks[self.me]]
+        for at, (mean, payload) in enumerate(self._means):
+            if len(payload) and mean.codec == "float32":
+                self._means[at] = mean, codec_of("float32").encode(self.reducer.sums[mean.index])
+        self._released = True
+
+    # Wait for no member for too long.
+
+    async def _watch(self) -> None:
         while True:
             slept_at = loop_now()
-            await asyncio.sleep(sleep_s)
-            self.upload.tick()
+            await asyncio.sleep(TICK_S)
             now = loop_now()
-            self.lateness.on_slept(now - slept_at, now)
-            sleep_s = min([TICK_S, *self._look(now)])
+            if now - slept_at > TICK_S + AWAKE_S:
+                self.lateness.on_slept(now - slept_at, now)
+            wake(self._turn)  # another stream may have stalled
+            self._look_for_late_contributors(now)
+            self._look_for_late_reducers(now)
+            if self.collects and (self._digesting is None or self._digesting.done()):
+                self._digesting = asyncio.ensure_future(asyncio.to_thread(self.ledger.digest_means))
 
-    def _look(self, now: float) -> list[float]:
-        """Drop who is too late; return for each other one when to look again."""
-        times_s = []
-        for member in self.server.reducer.awaited():
-            if member == self.own.me:
-                continue
-            left_s = self.lateness.left_s(member, now)
-            if left_s <= 0:
-                silent_s = self.own.silent_s(member, now)
-                self.server.drop(member, f"too slow: nothing came for {silent_s:.1f} s")
-                if self.lateness.is_silent(member, now):
-                    self.collection.give_up(member, now)
-            times_s.append(max(left_s, SHORTEST_S))
-        for reducer in self.collection.waiting_for():
-            left_s = self.lateness.reducer_left_s(reducer, self.server.averaged_at, now)
-            if left_s <= 0:
-                self.collection.give_up(reducer, now)
-            times_s.append(max(left_s, SHORTEST_S))
-        return times_s
+    def _look_for_late_contributors(self, now: float) -> None:
+        lateness = self.lateness
+        awaited = self.reducer.awaited()
+        only_left_out = lateness.left_out.issuperset(awaited)
+        for member in awaited:
+            is_lost = member in self.lost and member not in self._streaming
+            if is_lost and self.id_of(member) not in self.peers.linked():
+                self._drop(member, "its link is lost")
+            elif member in lateness.left_out and only_left_out:
+                self._drop(member, "it is left out, as it was late before")
+            elif member != self.me and self._is_late(member, lateness.since, now):
+                silent_s = self._silent_s(member, now)
+                self._drop(member, f"too slow: nothing came for {silent_s:.1f} s")
+                if silent_s >= SILENT_S:
+                    self.silent.add(member)
+                    self._give_up(member, now)
+
+    def _look_for_late_reducers(self, now: float) -> None:
+        lateness = self.lateness
+        # A reducer waits for the same contributors as this peer, or for one of which only this peer has all. Without a
+        # span of its own, this peer cannot know.
+        begins_at = self._averaged_at
+        if not self.ledger.chunks[self.me]:
+            begins_at = lateness.since + max(self._forecast_s, lateness.longest_s())
+        only_left_out = not self.reducer.unfinished and lateness.left_out.issuperset(self._waits)
+        for reducer in [*self._waits]:
+            is_left_out = reducer in lateness.left_out and only_left_out
+            if is_left_out or self._is_late(reducer, begins_at, now, times=CHAINED):
+                self._give_up(reducer, now)
+
+    def _is_late(self, member: int, begins_at: float, now: float, *, times: float = 1.0) -> bool:
+        """Return True, and note it, if a wait for a member has exceeded its limit and what the lines need."""
+        # The group may come to a member over anybody's slow line.
+        slow_s = max(allowance_s(self.peers, self.id_of(other)) for other in self.others)
+        heard_at = self.lateness.heard_at[member]
+        limit_s = times * self.lateness.limit_s(member)
+        if heard_at > self.lateness.since:
+            # It has begun: a chunk may take long over a slow line.
+            limit_s = max(limit_s, self._forecast_s)
+        if member in self.lateness.left_out or now < max(begins_at, heard_at) + limit_s + slow_s:
+            return False
+        self.lateness.on_late(member, now)
+        return True
+
+    def _give_up(self, reducer: int, now: float) -> None:
+        """Wait no longer for a reducer's means."""
+        wait = self._waits.get(reducer)
+        if wait is not None and not wait.expired():
+            self.lost.add(reducer)
+            wait.reschedule(now)
+
+    def _silent_s(self, member: int, now: float) -> float:
+        return now - self.lateness.heard_at[member]
+
+    def _on_lost(self, peer: PeerId) -> None:
+        """Drop a peer whose link is lost if it cannot be dialled and has opened no stream."""
+        member = self.group.index_of(peer)
+        if member is None or member in self._streaming:
+            return
+        if not self.group.members[member].addresses:
+            self._drop(member, "its link is lost")

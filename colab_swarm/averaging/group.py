@@ -118,6 +118,10 @@ class Ticket(Message, frozen=True):
     unused: _Flags = b""  # the tensors for which it has no gradient
     loss: float | None = None  # mean of its contribution
     samples: float = 0.0  # of which it contributes the mean, for people and for the batch
+    rates: Annotated[tuple[float, ...], msgspec.Meta(max_length=8)] = ()  # of learning, now and then
+    # Of its state, now and then: see `colab_swarm.training.sketch`
+    sketch: Annotated[tuple[float, ...], msgspec.Meta(max_length=60)] = ()
+    changed: bool = False  # its parameters changed outside a step, by its own account
 
 
 class GroupMember(Message, frozen=True):
@@ -187,6 +191,12 @@ class Group(Message, frozen=True):
     predicted_s: float | None = None  # expected seconds of averaging; None: the organizer has no measurements
     explanation: str = ""  # one sentence on the choice of shares
     bottleneck: Bottleneck = ""  # the one that the sentence names
+    grants: tuple[float, ...] = ()  # of the next step, to each member
+    holders: tuple[int, ...] = ()  # the members that have the parameters; the others follow
+    organizer: PeerId = PeerId(b"")  # of the next step
+    late: tuple[tuple[int, float], ...] = ()  # members whose part the others computed, after so many seconds
+    witness: Ticket | None = None  # its rates and sketch are those of most members
+    agreeing: tuple[int, ...] = ()  # the members that have the same
 
     @property
     def round_id(self) -> bytes:
@@ -235,40 +245,73 @@ class Group(Message, frozen=True):
             len(self.explanation) <= MAX_TEXT and self.explanation.isprintable(),
             "a group's explanation is too long or not printable",
         )
+        require(
+            all(0 <= granted < _MAX_WEIGHT for granted in self.grants), "a grant is negative, or too large"
+        )
+        named = (*self.holders, *self.agreeing)
+        require(all(0 <= index < len(ids) for index in named), "a group names members that it does not have")
         self.spans()
 
 
-class JoinRound(Message, frozen=True):
-    """A peer joins at the organizer, which answers when the group is formed; it leaves after ``patience_s``."""
+Samples = Annotated[float, msgspec.Meta(ge=0, lt=_MAX_WEIGHT)]
+Seconds = Annotated[float, msgspec.Meta(ge=0, lt=1e9)]
 
-    ticket: Ticket
+
+class StepReport(Message, frozen=True):
+    """What a peer tells the organizer of its part of the step, beside the state that it holds."""
+
+    step: Annotated[int, msgspec.Meta(ge=-1, lt=MAX_STEP)]  # of its parameters; -1: it has none, and follows
+    lineage: _Digest
+    counted: Samples = 0.0  # for the present step
+    granted: Samples = 0.0  # by which it goes
+    batch_samples: Samples = 0.0  # of a micro-batch; 0: not known
+    batch_s: Seconds = 0.0  # what one takes; 0: not known
+    age_s: Seconds = 0.0  # since the present one began
+    away: bool = (
+        False  # it computes nothing for now: paused, without data, or in the step of another optimizer
+    )
+    final: bool = False  # it computes on, but for the next step
+    ticket: Ticket | None = None  # it has computed what was granted
+    key: _Digest = b""  # id of its last group
+
+
+class Attend(Message, frozen=True):
+    """Opens a peer's stream to the organizer, which stands until one of them goes: `StepReport` up, `News` down."""
+
     contact: Contact
-    patience_s: Annotated[float, msgspec.Meta(ge=0.0)] = math.inf
+    key: _Digest  # id of its last group
+    terms: RoundTerms  # step and lineage do not count here
+    target: Samples  # of a step
+    assistant: Ticket | None = None  # it trains nothing, and only reduces
 
     @property
     def prefix(self) -> str:
-        return self.ticket.terms.prefix
+        return self.terms.prefix
 
 
-class Joined(Message, frozen=True):
-    """The organizer's answer: the group, another organizer, or the reason for a refusal; else a heartbeat."""
+class Whereabouts(Message, frozen=True):
+    """Asks a peer for the organizer at which it stands, and for the group that followed the one with this ``key``.
 
-    group: Group | None = None
+    An organizer says how many ``members`` hold the state of its branch, at this step.
+    """
+
+    prefix: Annotated[str, msgspec.Meta(max_length=MAX_TEXT)]
+    key: _Digest
+    members: int = 0
+    step: int = -1
+
+
+class News(Message, frozen=True):
+    """What the organizer says: a grant for the step after the group ``key``, or the group of that step.
+
+    The answer to `Whereabouts`, and to `Attend` where another peer organizes: that one, None if none is known.
+    """
+
+    key: _Digest
+    granted: float | None = None
+    group: "Group | None" = None
     organizer: Contact | None = None
-    reason: RefusalReason | None = None
-    text: str = ""
-
-    @property
-    def forming(self) -> bool:
-        return self.group is None and self.organizer is None and self.reason is None
-
-
-class JoinEta(Message, frozen=True):
-    """Seconds until the called peer joins, None if it declines, and the step's group, if formed."""
-
-    ready_in_s: float | None = None
-    group: Group | None = None
-    waits_for: PeerId | None = None  # an organizer that the called peer has asked
+    refusal: str = ""
 
 
 @dataclass(frozen=True)
@@ -294,26 +337,18 @@ def reducing(tickets: Sequence[Ticket]) -> list[bool]:
     return free if any(free) else [ticket.reduces for ticket in tickets]
 
 
-def rank(prefix: str, step: int, peers: Iterable[PeerId]) -> list[PeerId]:
-    """Return the order in which peers would organize the round; all peers compute the same."""
-    seed = prefix.encode() + step.to_bytes(8, "big", signed=True)
-    return sorted(set(peers), key=lambda peer: hashlib.sha256(seed + peer).digest())
-
-
-@dataclass(frozen=True)
-class GroupFormationSettings:
-    """How long an organizer waits for candidates, and for how many."""
-
-    window_s: float = 2.0  # for candidates that cannot be called but may join on their own
-    slack_s: float = 1.0  # beyond the time that a candidate announced
-    max_window_s: float = 60.0  # in any case
-    call_timeout_s: float = 10.0  # for the answer to a call; a busy notebook answers late
-    size: int | None = None  # members of every group; None: as many as join
-    heaviest: float = math.inf  # most median weights that a member counts for: nobody can check claims
-
-
 def valid_weight(weight: float) -> bool:
     return weight == 0 or _MIN_WEIGHT <= weight < _MAX_WEIGHT
+
+
+def wrong_terms(terms: RoundTerms, target: float) -> str:
+    """Return why nobody can train by these terms, or nothing."""
+    try:
+        Precision(terms.codec)
+        Precision(terms.mean_codec)
+    except ValueError as error:
+        return str(error)
+    return "" if terms.numel and target > 0 else "a step without values or samples"
 
 
 def wrong_numbers(ticket: Ticket) -> str:
@@ -322,15 +357,3 @@ def wrong_numbers(ticket: Ticket) -> str:
         if not valid_weight(number):
             return f"{name} {number} is neither 0 nor in [1e-9, 1e9)"
     return ""
-
-
-def bounded_weights(members: Sequence[Ticket | GroupMember], heaviest: float) -> list[tuple[float, float]]:
-    """Return each member's weight and samples, at most ``heaviest`` times their median, the lower one of two."""
-
-    def bounded(claims: list[float]) -> list[float]:
-        median = statistics.median_low([claim for claim in claims if claim] or [1.0])
-        return [min(claim, heaviest * median) for claim in claims]
-
-    weights = bounded([member.weight for member in members])
-    samples = bounded([member.samples for member in members])
-    return list(zip(weights, samples, strict=True))

@@ -9,7 +9,9 @@ only its own line (DeDLOC section 3.2 and Appendix C). What makes it exact:
   divided equally among the line's cells, and within a cell among its peers.
 - A peer that misses a round keeps its values and its weight; the next pass mixes them in.
 
-Each member votes for a group size, as it measured. The median counts: a few liars do no harm.
+Members may vote for a group size, and the median vote counts. Without one the organizer's measurements decide.
+
+A peer stands in all its lines from the begin of a pass, so that the others know whether it still comes.
 """
 
 import asyncio
@@ -18,26 +20,30 @@ import itertools
 import math
 import statistics
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from functools import partial
 
-from colab_swarm.averaging.assembly import QUICK, Assembly
-from colab_swarm.averaging.group import Group, RoundRefused, RoundTerms, Ticket
-from colab_swarm.averaging.matchmaking import Matchmaker
-from colab_swarm.averaging.memory import SwarmView
+import msgspec
+
+from colab_swarm.averaging.assembly import Assembly, Gathering
+from colab_swarm.averaging.forming import FormationSettings
+from colab_swarm.averaging.group import Group, RoundRefused, RoundTerms, SharePlan, Ticket
 from colab_swarm.averaging.result import GroupResult
 from colab_swarm.averaging.round import Averager
 from colab_swarm.averaging.router import PrefixRouter
+from colab_swarm.averaging.strategy import adaptive_shares
 from colab_swarm.dht.service import DHT
 from colab_swarm.errors import PeerError, require
-from colab_swarm.net.peers import PeerId
-from colab_swarm.runtime import loop_now, wait_until
+from colab_swarm.net.peers import Contact, PeerId
+from colab_swarm.runtime import loop_now
 from colab_swarm.tensors.codecs import Floats, Precision, all_finite, mean_codec_for
 from colab_swarm.tensors.vector import HostVector
 
 _MEMORY_ROUNDS = 20  # `RoundMeter` averages over about this many rounds
-MAX_ROUNDS = 64
-_LAG_ROUNDS = 2.0  # delay that a peer announces which is still in the round before
+# A line waits so long for peers that are still in the round before: for a silent member there, and for so many rounds.
+_LAG_S = 7.5
+_LAG_ROUNDS = 2.0
 # Shares of a weight must be valid too (`group.valid_weight`).
 _MIN_WEIGHT = 1e-4
 _MAX_WEIGHT = 1e6
@@ -184,7 +190,7 @@ class MoshpitResult:
         return f"MoshpitResult({len(self.peers)} peers on {grid}, {what}, {self.seconds:.1f} s)"
 
 
-class MoshpitAverager(SwarmView):
+class MoshpitAverager:
     """Averages one named vector repeatedly with the other peers that call for it.
 
     Warning: onebit, topk and sparseloco lose most of a vector: no error feedback here. Means are float16 then.
@@ -194,22 +200,27 @@ class MoshpitAverager(SwarmView):
         self, router: PrefixRouter, dht: DHT, averager: Averager, prefix: str, codec: str = "float32"
     ) -> None:
         Precision(codec)
+        self._router = router
         self._peers = router.peers
         self._averager = averager
         self._prefix = prefix
         self.codec = codec
         self._codecs = (codec, mean_codec_for(codec))
-        self._assembly = Assembly(router, dht, f"{prefix}/meeting")
-        self._matchmaker = Matchmaker(router, prefix, self, settings=QUICK)
+        self._assembly = Assembly(router, dht, f"{prefix}/meeting", self._plan_size)
         self.meter = RoundMeter()
         self._busy = False
-        self._pass: _Pass | None = None
-        self._begun = asyncio.Event()
 
     def close(self) -> None:
-        self._matchmaker.close()
         self._assembly.close()
         self._averager.forget(self._prefix)
+
+    def _plan_size(self, tickets: Sequence[Ticket]) -> SharePlan:
+        """Return the size of the groups as everybody's share; the weights are votes for it."""
+        votes = [ticket.weight for ticket in tickets if ticket.weight]
+        size: float = self.meter.choose_group_size(len(tickets))
+        if votes:
+            size = statistics.median_high(votes)
+        return SharePlan((float(size),) * len(tickets))
 
     async def average(
         self, values: Floats, *, weight: float = 1.0, group_size: int | None = None
@@ -219,7 +230,7 @@ class MoshpitAverager(SwarmView):
         Args:
             values: a flat vector of finite numbers, as many at all peers; not changed.
             weight: 0 (only receive), or between 1e-4 and 1e6.
-            group_size: vote for this size; None: for the size that the measurements suggest.
+            group_size: vote for this size; None: for none.
 
         Raises ValueError if an argument is not usable, RuntimeError if this peer is averaging
         already. Failures of peers are never raised: the result shows them.
@@ -231,47 +242,65 @@ class MoshpitAverager(SwarmView):
         require(not self._busy, "already averaging these values: wait for that", RuntimeError)
         begun = loop_now()
         self._busy = True
-        schema = hashlib.sha256(f"{len(values)} {self.codec}".encode()).digest()[:8]
-
-        def vote(peers: int) -> int:
-            return group_size or self.meter.choose_group_size(peers)
-
         try:
-            group = await self._assembly.meet(len(values), schema, vote)
-            self._pass = _Pass(group, values, weight)
-            self._begun.set()
-            for axis in range(len(self._pass.grid.sides)):
-                await self._round(self._pass, axis)
-            return self._pass.values.copy(), self._pass.result(loop_now() - begun)
-        except RoundRefused as refusal:
-            alone = MoshpitResult((self._peers.id,), (1,), (), 0, loop_now() - begun, str(refusal))
-            return values.copy(), alone
+            meeting = await self._assembly.meet(
+                f"{len(values)} values as {self.codec}", float(group_size or 0)
+            )
+            run = _Pass(meeting, values, float(weight))
+            async with AsyncExitStack() as lines:
+                gatherings = []
+                for axis in range(len(run.grid.sides)):
+                    gatherings.append(await lines.enter_async_context(self._line(meeting, run, axis)))
+                for axis, gathering in enumerate(gatherings):
+                    await self._round(run, axis, gathering)
+            return run.values.copy(), run.result(loop_now() - begun)
         finally:
             self._busy = False
-            self._pass = None
-            self._begun.clear()
 
-    async def _round(self, run: "_Pass", axis: int) -> None:
+    def _line(self, meeting: Group, run: "_Pass", axis: int) -> Gathering:
+        """Return where the group of this peer's line forms; who can be dialled organizes, in order."""
+        me = self._peers.id
+        line = run.grid.line(me, axis)
+        contacts = []
+        for member in meeting.members:
+            if member.id in line and (member.addresses or line == (me,)):
+                contacts.append(Contact(member.id, member.addresses))
+
+        async def organizers() -> Sequence[Contact]:
+            return contacts
+
+        line_id = run.grid.line_id(me, axis)
+        terms = RoundTerms(
+            f"{self._prefix}/{line_id.hex()}", axis, line_id, len(run.values), b"", *self._codecs
+        )
+        window_s = _LAG_S + _LAG_ROUNDS * (self.meter.overhead_s + self.meter.transfer_s)
+        settings = FormationSettings(terms, 0.0, adaptive_shares, window_s=window_s, awaited=frozenset(line))
+        return Gathering(self._router, settings, organizers)
+
+    async def _round(self, run: "_Pass", axis: int, gathering: Gathering) -> None:
         begun = loop_now()
         me = self._peers.id
-        run.axis = axis
         line = run.grid.line(me, axis)
         if len(line) == 1:
             return
         values = run.values.copy()  # other members may still recover chunks from the last round's vector
         links = self._peers.statistics()
-        reduces = bool(self._peers.contact.addresses)
-        step = run.number * MAX_ROUNDS + axis
-        lineage = run.grid.line_id(me, axis)
-        terms = RoundTerms(self._prefix, step, lineage, len(values), b"", *self._codecs)
         speed = links.upload_bps, links.download_bps
-        ticket = Ticket(terms, run.weight, reduces, *speed, metered=self._peers.metered)
+        reduces = bool(self._peers.contact.addresses)
+        gathering.offer(Ticket(gathering.terms, run.weight, reduces, *speed, metered=self._peers.metered))
         try:
-            group = await self._matchmaker.join(ticket, line, begun + _ROUND_TIMEOUT_S)
+            async with asyncio.timeout(_ROUND_TIMEOUT_S):
+                group = await gathering.group
+            if group.index_of(me) is None:
+                raise RoundRefused("late", "the group formed without this peer")
+            # The averager knows the rounds of a vector by one name.
+            terms = msgspec.structs.replace(group.terms, prefix=self._prefix)
             joined = loop_now()
-            result = await self._averager.average(group, HostVector(values))
-        except PeerError as error:
-            run.notes.append(f"round {axis + 1}: {error}")
+            result = await self._averager.average(
+                msgspec.structs.replace(group, terms=terms), HostVector(values)
+            )
+        except (PeerError, TimeoutError) as error:
+            run.notes.append(f"round {axis + 1}: {error or 'no organizer answered'}")
             run.rounds.append(None)
             self.meter.on_round(len(line), 1, overhead_s=0.0, averaging_s=0.0)
         else:
@@ -280,38 +309,14 @@ class MoshpitAverager(SwarmView):
             averaging_s = result.seconds
             self.meter.on_round(len(line), failed, overhead_s=overhead_s, averaging_s=averaging_s)
 
-    def on_called(self, terms: RoundTerms, caller: PeerId) -> float | None:
-        number, axis = divmod(terms.step, MAX_ROUNDS)
-        if not self._busy or number != self._assembly.meeting.number:
-            return None
-        if self._pass is None:  # the meeting's group has not arrived yet
-            return self._lag_s
-        if axis < self._pass.axis or terms.lineage != self._pass.grid.line_id(self._peers.id, axis):
-            return None
-        if axis > self._pass.axis:  # this peer is still in the round before
-            return self._lag_s
-        return 0.0
-
-    @property
-    def _lag_s(self) -> float:
-        return _LAG_ROUNDS * (self.meter.overhead_s + self.meter.transfer_s)
-
-    async def expected(self, step: int, lineage: bytes) -> Sequence[PeerId]:
-        await wait_until(loop_now() + self._lag_s, self._begun)
-        if self._pass is None:
-            return ()
-        return self._pass.grid.line(self._peers.id, step % MAX_ROUNDS)
-
 
 class _Pass:
     def __init__(self, meeting: Group, values: Floats, weight: float) -> None:
-        group_size = max(2, int(statistics.median_high(member.weight for member in meeting.members)))
+        group_size = max(2, int(meeting.members[0].share))
         reachable = {member.id: bool(member.addresses) for member in meeting.members}
-        self.number = meeting.terms.step
         self.grid = MoshpitGrid(meeting.round_id, reachable, group_size)
         self.values = values
         self.weight = weight
-        self.axis = 0
         self.rounds: list[GroupResult | None] = []
         self.notes: list[str] = []
         self.failed = 0
@@ -330,7 +335,9 @@ class _Pass:
             self.weight = self.grid.carried(me, holders, total)
         if total and result.kept_local:
             lacking = sum(span.numel for span in result.kept_local)
-            self.notes.append(f"round {self.axis + 1}: no peer reduced {lacking} of {len(values)} values")
+            self.notes.append(
+                f"round {len(self.rounds) + 1}: no peer reduced {lacking} of {len(values)} values"
+            )
         self.rounds.append(result)
         failed = len(line) - len(holders)
         self.failed += failed

@@ -10,41 +10,38 @@ It does not deadlock, because of what the two kinds of request wait for:
 2. A member fetches a mean. The answer waits until the *coordinator* has ended its own recovery, and that fetches
    from coordinators before it only.
 
-An assistant collects no means; it recovers a span on request.
+A mean travels in the codec of its reducer. What a codec decodes, it encodes to the same bytes: so all members take the
+digest of the same bytes. An assistant collects no means; it recovers a span on request.
 """
 
 import asyncio
 import logging
-import math
-from collections.abc import AsyncIterator, Iterator
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from typing import TYPE_CHECKING
 
-from colab_swarm.averaging.lateness import Lateness
-from colab_swarm.averaging.member import LARGEST_MEAN, Chunk, RecallSpan, RoundMember
-from colab_swarm.averaging.reducer import average_chunk, digest_of
-from colab_swarm.averaging.upload import Upload
+from colab_swarm.averaging.messages import Chunk, RecallSpan
+from colab_swarm.averaging.reducer import average_chunk
 from colab_swarm.errors import PeerError, require
+from colab_swarm.net.patience import allowance_s
 from colab_swarm.net.peers import Buffer, Refusal, Stream, short
 from colab_swarm.runtime import loop_now
-from colab_swarm.tensors.codecs import Floats, all_finite, codec_of
-from colab_swarm.tensors.sparse import drop_zeros
+from colab_swarm.tensors.codecs import Floats, codec_of
+
+if TYPE_CHECKING:
+    from colab_swarm.averaging.exchange import Round
 
 logger = logging.getLogger(__name__)
 
 
 class Recovery:
-    """Recovers the spans of lost reducers at one member; an assistant, which does not collect, when it is asked.
+    """Recovers the spans of lost reducers at one member; an assistant, which does not collect, when it is asked."""
 
-    ``_recovering`` lets an assistant recover each span once. ``_failed`` are the members that have refused,
-    or were lost: they are not asked for another span.
-    """
-
-    def __init__(self, own: RoundMember, upload: Upload, lateness: Lateness, *, collects: bool) -> None:
+    def __init__(self, own: "Round") -> None:
         self.own = own
-        self._upload = upload
-        self._lateness = lateness
-        self._collects = collects
+        # An assistant recovers each span once.
         self._recovering = [asyncio.Lock() for _ in own.group.members]
+        # Members that have refused, were lost or late: they are not asked for another span.
         self._failed: set[int] = set()
 
     async def recover(self, reducer: int) -> None:
@@ -55,7 +52,7 @@ class Recovery:
         for coordinator in following:  # the live reducers, starting after the lost one
             if not own.ledger.lacking(reducer):
                 return
-            if not own.member(coordinator).share or coordinator in own.lost | self._failed:
+            if not own.group.members[coordinator].share or coordinator in own.lost | self._failed:
                 continue
             if coordinator == own.me:
                 await self._recompute(reducer)
@@ -63,11 +60,12 @@ class Recovery:
             try:
                 async with self._recall(coordinator, reducer, contributions=False) as stream:
                     for index in own.ledger.lacking(reducer):
-                        message, values = await self._read(stream, reducer, index)
+                        # The coordinator waits for survivors itself.
+                        message, payload = await self._read(stream, index, own.lateness.longest_s())
                         if message.averaged:
-                            self._place(reducer, message, values)
+                            own.place_mean(reducer, message, payload)
             except (PeerError, TimeoutError, ValueError) as error:
-                name = short(own.member(coordinator).id)
+                name = short(own.id_of(coordinator))
                 logger.debug("coordinator %s of span %d is lost: %s", name, reducer, error)
 
     async def serve(self, opening: RecallSpan, stream: Stream) -> None:
@@ -78,7 +76,7 @@ class Recovery:
             own.ledger.chunk(opening.reducer, index)
         if opening.contributions:
             await own.settled[opening.reducer].wait()
-        elif self._collects or opening.reducer == own.me:
+        elif own.collects or opening.reducer == own.me:
             await own.final[opening.reducer].wait()
         else:  # as an assistant: recover the span, once
             async with self._recovering[opening.reducer]:
@@ -95,20 +93,20 @@ class Recovery:
         await stream.end()
 
     def _answer(self, opening: RecallSpan, index: int) -> tuple[Chunk, Buffer]:
-        ledger = self.own.ledger
-        chunk = ledger.chunk(opening.reducer, index)
-        averaged = ledger.settled(opening.reducer, index)
-        placed = ledger.result(opening.reducer, index)
-        if placed.has_mean:
-            message = Chunk(index, averaged, placed.missing, digest=placed.digest)
-            return message, ledger.vector.read(*chunk).data.cast("B")
-        if opening.contributions and self.own.contributes and not averaged:
-            return self._upload.encoded(opening.reducer, index, chunk)
+        own = self.own
+        chunk = own.ledger.chunk(opening.reducer, index)
+        averaged = own.ledger.settled(opening.reducer, index)
+        placed = own.ledger.result(opening.reducer, index)
+        if placed.codec:
+            mean = codec_of(placed.codec).encode(own.ledger.vector.read(*chunk))
+            return Chunk(index, averaged, placed.missing, placed.codec), mean
+        if opening.contributions and own.contributes and not averaged:
+            return own.encoded(opening.reducer, index, chunk)
         return Chunk(index, averaged, placed.missing), b""
 
     async def _recompute(self, reducer: int) -> None:
         wanted = self.own.ledger.lacking(reducer)
-        gone = {self.own.me, reducer, *self._failed}
+        gone = {self.own.me, reducer, *self._failed, *self.own.silent}
         survivors = [member for member in range(len(self.own.group.members)) if member not in gone]
         streams: dict[int, Stream] = {}
         async with AsyncExitStack() as stack:
@@ -124,110 +122,65 @@ class Recovery:
 
     async def _recompute_chunk(self, streams: dict[int, Stream], reducer: int, index: int) -> None:
         own = self.own
-        received: dict[int, tuple[Chunk, Floats | None]] = {}
+        chunk = own.ledger.chunk(reducer, index)
+        received: dict[int, tuple[Chunk, Buffer]] = {}
 
         async def receive(member: int, stream: Stream) -> None:
             try:
-                received[member] = await self._read(stream, reducer, index)
+                received[member] = await self._read(stream, index)
             except (PeerError, TimeoutError, ValueError) as error:
                 logger.debug("survivor %s failed: %s", short(stream.peer), error)
                 del streams[member]
                 stream.reset(str(error))
 
         await asyncio.gather(*(receive(*survivor) for survivor in list(streams.items())))
-        for member, (message, values) in sorted(received.items()):
-            if not message.averaged:
-                continue
-            try:
-                return self._place(reducer, message, values)
-            except ValueError as error:
-                logger.debug("%s gave no mean: %s", short(own.member(member).id), error)
-                received[member] = message, None
-        chunk = own.ledger.chunk(reducer, index)
-        contributions = {member: values for member, (_, values) in received.items() if values is not None}
         with suppress(ValueError):  # it may not be finite
-            message, payload = self._upload.encoded(reducer, index, chunk)
-            codec = codec_of(message.codec or own.group.terms.codec)
-            contributions[own.me] = codec.decode(payload, chunk.numel)
+            received[own.me] = own.encoded(reducer, index, chunk)
+        contributions: dict[int, Floats] = {}
+        for member, (message, payload) in sorted(received.items()):
+            try:
+                if message.averaged:
+                    return own.place_mean(reducer, message, payload)
+                if len(payload):
+                    codec = codec_of(message.codec or own.group.terms.codec)
+                    contributions[member] = codec.decode(payload, chunk.numel)
+            except ValueError as error:
+                logger.debug("%s gave nothing valid: %s", short(own.id_of(member)), error)
         weights = [member.weight for member in own.group.members]
-
-        def own_values(_: int) -> Floats:
-            return own.ledger.vector.read(*chunk)
-
-        mean, lacking = average_chunk(chunk, weights, contributions, own.usual.most_rms, own=own_values)
-        self._place(reducer, Chunk(index, True, lacking), mean, most_rms=math.inf)
-
-    def _place(
-        self, reducer: int, message: Chunk, mean: Floats | None, *, most_rms: float | None = None
-    ) -> None:
-        """Place a mean; raises ValueError if it cannot be one, as it is over ``most_rms``: by default the usual."""
-        own = self.own
+        mean, missing = average_chunk(chunk, weights, contributions, own.most_rms)
         exact = codec_of("float32")
-        payload: Buffer = b""
-        digest = digest_of(payload)
-        if mean is not None:
-            payload = exact.encode(mean)
-            digest = self._digest_of_mean(mean, message.digest)
-        if most_rms is None:
-            most_rms = LARGEST_MEAN * own.usual.most_rms
-        own.ledger.place(reducer, message.index, exact, payload, message.missing, digest, most_rms=most_rms)
-
-    def _digest_of_mean(self, mean: Floats, claimed: bytes) -> bytes:
-        """Return the digest of a mean, as its reducer encoded it; raises ValueError if it is not the ``claimed`` one.
-
-        What a codec decodes, it encodes to the same bytes. So equal digests mean equal values, whoever gave them.
-        Without a claim, as of a mean that was recomputed, it is the digest of the values.
-        """
-        if not claimed:
-            return digest_of(codec_of("float32").encode(mean))
-        mean_codec = self.own.group.terms.mean_codec
-        names = {"float32", mean_codec}
-        if mean_codec == "adaptive":
-            names = {"float32", "float16", "int8"}
-        for name in names:
-            encoded = codec_of(name).encode(mean.copy())
-            for payload in (encoded, drop_zeros(encoded) if name == "float16" else b""):
-                if len(payload) and digest_of(payload) == claimed:
-                    return claimed
-        raise ValueError("the mean is not the one that its digest is of")
+        own.ledger.place(reducer, index, exact, b"" if mean is None else exact.encode(mean), missing)
 
     @asynccontextmanager
     async def _recall(self, member: int, reducer: int, *, contributions: bool) -> AsyncIterator[Stream]:
         own = self.own
         wanted = tuple(own.ledger.lacking(reducer))
         opening = RecallSpan(own.group.round_id, reducer, wanted, contributions)
-        peer = own.member(member).id
         timeout_s = own.settings.dial_timeout_s
-        with self._charged(member):
-            stream = await own.peers.stream(peer, opening, timeout_s=timeout_s)
+        try:
+            stream = await own.peers.stream(own.id_of(member), opening, timeout_s=timeout_s)
+        except PeerError:
+            self._failed.add(member)
+            raise
         async with stream:
             yield stream
 
-    @contextmanager
-    def _charged(self, member: int) -> Iterator[None]:
-        """Note a wait for a member in which nothing came of it."""
-        began = loop_now()
-        try:
-            yield
-        except (PeerError, TimeoutError) as error:
-            if isinstance(error, PeerError):
-                self._failed.add(member)
-            self._lateness.on_late(member, loop_now() - began)
-            raise
-
-    async def _read(self, stream: Stream, reducer: int, index: int) -> tuple[Chunk, Floats | None]:
+    async def _read(self, stream: Stream, index: int, more_s: float = 0.0) -> tuple[Chunk, Buffer]:
+        """Return a survivor's chunk; ``more_s``: how long it may wait for others itself."""
         own = self.own
         member = own.group.index_of(stream.peer)
         assert member is not None
-        with self._charged(member):
-            async with asyncio.timeout(self._lateness.recovery_s(member, loop_now())):
+        limit_s = own.lateness.limit_s(member) + allowance_s(own.peers, stream.peer)
+        try:
+            async with asyncio.timeout(limit_s + more_s):
                 message, payload = await stream.receive(Chunk)
+        except PeerError:
+            self._failed.add(member)
+            raise
+        except TimeoutError:
+            self._failed.add(member)
+            own.lateness.on_late(member, loop_now())
+            raise
         own.trace.received_bytes += len(payload)
         require(message.index == index, f"received chunk {message.index}, expected {index}")
-        own.check_missing(message)
-        if not len(payload):
-            return message, None
-        codec = codec_of("float32" if message.averaged else message.codec or own.group.terms.codec)
-        values = codec.decode(payload, own.ledger.chunk(reducer, index).numel)
-        require(all_finite(values), f"chunk {index} has values that are not finite")
-        return message, values
+        return message, payload

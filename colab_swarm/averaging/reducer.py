@@ -1,11 +1,10 @@
 """The pure core of a reducer: weighted means of one span, chunk by chunk, as contributions arrive.
 
 - A chunk is finished when every member still expected delivered it. Its mean never changes then.
-- A member that sends invalid data (NaN, wrong length, unknown chunk) or is lost is dropped. Its
-  valid chunks stay, nothing more is accepted, and its weight leaves the mean of all other chunks.
+- A member that sends invalid data (NaN, values of a root mean square over ``most_rms``, wrong length, unknown chunk)
+  or is lost is dropped. Its valid chunks stay, nothing more is accepted, and its weight leaves the mean of all other
+  chunks.
 - A chunk without contributions has no mean: members keep their local values.
-- A contribution whose root mean square in a chunk is over ``most_rms``, and `OUTLIER` times that of this
-  peer's ``own``, is scaled down; one of few values must be larger still.
 - Sums are float32 in order of arrival, of values already scaled by weight / total weight, so they
   cannot overflow.
 
@@ -13,8 +12,8 @@ State, as sets of members: ``_expected`` still owe chunks; ``_delivered[chunk]``
 """
 
 import math
-import statistics
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections import deque
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -22,27 +21,19 @@ import numpy as np
 from blake3 import blake3
 
 from colab_swarm.averaging.group import Group, Span, chunk_values, cut_chunks
-from colab_swarm.tensors.codecs import Buffer, Codec, Floats, all_finite
+from colab_swarm.tensors.codecs import Buffer, Codec, Floats
 from colab_swarm.tensors.vector import Vector
 from colab_swarm.tensors.vectors import root_mean_square
 
 DIGEST_BYTES = 16
-OUTLIER = 10.0  # largest contribution, in usual sizes
-FEW_VALUES = 64  # short vectors differ by chance: at this length twice as large is admitted, below it more
-
-
-def digest_of(payload: Buffer) -> bytes:
-    """Return the digest of an encoded mean."""
-    return blake3(payload).digest(DIGEST_BYTES)
 
 
 @dataclass(frozen=True)
 class PlacedChunk:
-    """Whether there is a mean, which members are missing in it, and its digest."""
+    """The codec of a chunk's mean, empty if there is none, and which members are missing in it."""
 
-    has_mean: bool = False
+    codec: str = ""
     missing: tuple[int, ...] = ()
-    digest: bytes = b""
 
 
 class SpanLedger:
@@ -59,6 +50,9 @@ class SpanLedger:
         size = chunk_values(group.terms.codec, group.terms.mean_codec)
         self.chunks = [cut_chunks(span, size) for span in group.spans()]
         self._placed: dict[tuple[int, int], PlacedChunk] = {}  # by reducer and chunk
+        self._digests: dict[tuple[int, int], bytes] = {}
+        # Encoded means without a digest yet. The event loop adds them, a pool thread takes them.
+        self._undigested: deque[tuple[tuple[int, int], Buffer]] = deque()
 
     def chunk(self, reducer: int, index: int) -> Span:
         """Return the place of a chunk of a reducer's span; raises ValueError if there is none."""
@@ -73,19 +67,22 @@ class SpanLedger:
         codec: Codec,
         mean: Buffer,
         missing: tuple[int, ...],
-        digest: bytes,
         *,
         most_rms: float = math.inf,
     ) -> None:
         """Replace the own values by the encoded mean, unless the chunk is settled or the round over.
 
-        An empty ``mean``: there is none. ``digest``: of it as its reducer encoded it. Raises as `Vector.take`.
+        An empty ``mean``: there is none. Raises as `Vector.take`.
         """
         chunk = self.chunk(reducer, index)
-        if self.writable and not self.settled(reducer, index):
-            if len(mean):
-                self.vector.take(*chunk, codec, mean, most_rms=most_rms)
-            self._placed[reducer, index] = PlacedChunk(bool(len(mean)), missing, digest)
+        if not self.writable or self.settled(reducer, index):
+            return
+        name = ""
+        if len(mean):
+            name = codec.name
+            self.vector.take(*chunk, codec, mean, most_rms=most_rms)
+            self._undigested.append(((reducer, index), mean))
+        self._placed[reducer, index] = PlacedChunk(name, missing)
 
     def settled(self, reducer: int, index: int) -> bool:
         """Return True if the chunk's mean has arrived, or is known not to exist."""
@@ -94,16 +91,22 @@ class SpanLedger:
     def result(self, reducer: int, index: int) -> PlacedChunk:
         return self._placed.get((reducer, index), PlacedChunk())
 
+    def digest_means(self) -> None:
+        """Take the digests of the means that have arrived, as they were encoded; on one thread at a time."""
+        while self._undigested:
+            place, mean = self._undigested.popleft()
+            self._digests[place] = blake3(mean).digest(DIGEST_BYTES)
+
     def digest(self) -> bytes:
         """Return a digest of all values: equal at members that hold the same means."""
+        self.digest_means()
         whole = blake3()
         for reducer, chunks in enumerate(self.chunks):
             for index, chunk in enumerate(chunks):
-                placed = self.result(reducer, index)
-                if placed.has_mean:
-                    whole.update(placed.digest)
+                if self.result(reducer, index).codec:
+                    whole.update(self._digests[reducer, index])
                 else:
-                    whole.update(digest_of(self.vector.read(*chunk).data.cast("B")))
+                    whole.update(self.vector.read(*chunk).data.cast("B"))
         return whole.digest(DIGEST_BYTES)
 
     def lacking(self, reducer: int) -> list[int]:
@@ -114,7 +117,7 @@ class SpanLedger:
         kept: list[Span] = []
         for reducer, chunks in enumerate(self.chunks):
             for index, chunk in enumerate(chunks):
-                if self.result(reducer, index).has_mean:
+                if self.result(reducer, index).codec:
                     continue
                 start = chunk.start
                 if kept and kept[-1].stop == chunk.start:
@@ -129,14 +132,6 @@ class SpanLedger:
             incomplete.update(placed.missing)
         return incomplete
 
-    def waited(self) -> dict[int, int]:
-        """Return, by reducer, one member missing from its means: the reducer may have waited for it."""
-        waited = {}
-        for (reducer, _), placed in self._placed.items():
-            if placed.missing:
-                waited[reducer] = placed.missing[0]
-        return waited
-
     def gaps(self) -> tuple[tuple[Span, tuple[int, ...]], ...]:
         """Return the chunks whose values lack members, and which: all, where there is no mean."""
         everyone = tuple(range(len(self.chunks)))
@@ -144,7 +139,7 @@ class SpanLedger:
         for reducer, chunks in enumerate(self.chunks):
             for index, chunk in enumerate(chunks):
                 placed = self.result(reducer, index)
-                missing = placed.missing if placed.has_mean else everyone
+                missing = placed.missing if placed.codec else everyone
                 if missing:
                     gaps.append((chunk, missing))
         return tuple(gaps)
@@ -153,22 +148,15 @@ class SpanLedger:
 class SpanReducer:
     """Averages the span of these ``chunks`` for the whole group; members of weight 0 send nothing.
 
-    ``sums`` is float32 memory for the span, and holds the means in the end. `SpanServer.release` replaces it later by
+    ``sums`` is float32 memory for the span, and holds the means in the end. `Round.release` replaces it later by
     views of the vector.
     """
 
     def __init__(
-        self,
-        chunks: Sequence[Span],
-        weights: Sequence[float],
-        sums: Floats,
-        most_rms: float = math.inf,
-        *,
-        own: Callable[[int], Floats] | None = None,
+        self, chunks: Sequence[Span], weights: Sequence[float], sums: Floats, most_rms: float = math.inf
     ) -> None:
-        self._own = own
         self._most_rms = most_rms
-        self._rms: list[list[float]] = [[] for _ in chunks]
+        self._mean_rms = [0.0] * len(chunks)
         origin = chunks[0].start if chunks else 0
         total = sum(weights) or 1.0
         self._weights = [weight / total for weight in weights]
@@ -192,17 +180,12 @@ class SpanReducer:
         if len(values) != len(self.sums[chunk]):
             raise ValueError(f"chunk {chunk} has {len(values)} values, {len(self.sums[chunk])} expected")
         rms = root_mean_square(values)
-        if not math.isfinite(rms):
-            raise ValueError(f"chunk {chunk} has values that are not finite")
+        if not (math.isfinite(rms) and rms <= self._most_rms):
+            raise ValueError(f"chunk {chunk} has values that are not finite, or far too large: {rms:.3g}")
         if member in self._delivered[chunk]:
             return False
-        self._rms[chunk].append(rms)
         sums = self.sums[chunk]
         weight = self._weights[member]
-        few = 1.0 + FEW_VALUES / len(values)
-        if rms > few * self._most_rms:
-            own_rms = root_mean_square(self._own(chunk)) if self._own else 0.0
-            weight *= min(1.0, few * max(self._most_rms, OUTLIER * own_rms) / rms)
         if self._delivered[chunk]:
             scaled = self._scratch[: len(sums)]
             np.multiply(values, weight, out=scaled)
@@ -219,25 +202,17 @@ class SpanReducer:
 
     def mean(self, chunk: int) -> Floats | None:
         """Return the mean of a finished chunk (a view of ``sums``); None if empty or overflown."""
-        if not self._delivered[chunk] or not all_finite(self.sums[chunk]):
+        if not self._delivered[chunk] or not math.isfinite(self._mean_rms[chunk]):
             return None
         return self.sums[chunk]
 
     @property
-    def usual_rms(self) -> float:
-        """The median member's root mean square in the chunk where it is largest; 0 if nothing came."""
-        largest = 0.0
-        for members_rms in self._rms:
-            if members_rms:
-                largest = max(largest, statistics.median_low(members_rms))
-        return largest
+    def largest_rms(self) -> float:
+        """The root mean square of the mean in the chunk where it is largest; 0 if there is none."""
+        return max(filter(math.isfinite, self._mean_rms), default=0.0)
 
     def missing(self, chunk: int) -> tuple[int, ...]:
         return tuple(sorted(self._everyone - self._delivered[chunk]))
-
-    def has_all_of(self, member: int) -> bool:
-        """Return True if its whole contribution to this span came; False if the span is empty."""
-        return bool(self._delivered) and all(member in delivered for delivered in self._delivered)
 
     def awaited(self) -> list[int]:
         """Return the members that still owe a chunk."""
@@ -258,6 +233,8 @@ class SpanReducer:
         if delivered and delivered != self._everyone:
             present = sum(self._weights[member] for member in sorted(delivered))
             np.divide(self.sums[chunk], present, out=self.sums[chunk])
+        if delivered:
+            self._mean_rms[chunk] = root_mean_square(self.sums[chunk])
         return True
 
 
@@ -266,14 +243,12 @@ def average_chunk(
     weights: Sequence[float],
     contributions: Mapping[int, Floats],
     most_rms: float = math.inf,
-    *,
-    own: Callable[[int], Floats] | None = None,
 ) -> tuple[Floats | None, tuple[int, ...]]:
     """Average a chunk again, from ``contributions`` by member; return its mean and the members missing in it."""
     sums = np.empty(chunk.numel, np.float32)
-    again = SpanReducer([chunk], weights, sums, most_rms, own=own)
+    again = SpanReducer([chunk], weights, sums, most_rms)
     for member, values in sorted(contributions.items()):
-        with suppress(ValueError):  # it may not be finite
+        with suppress(ValueError):  # it may be invalid
             again.on_chunk(member, 0, values)
     for member in range(len(weights)):
         again.drop(member)

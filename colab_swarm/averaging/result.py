@@ -1,12 +1,62 @@
 """How a round went, as one peer saw it, and the events that tell of it."""
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, replace
 
 from colab_swarm.averaging.group import Group, Span
-from colab_swarm.events import Applied, Contributed, MemberTrace, RoundFinished, stride
+from colab_swarm.events import MemberTrace, RoundFinished
 from colab_swarm.net.peers import PeerId
-from colab_swarm.tensors.codecs import Floats
+
+LEFT_OUT = "a reducer did not receive its whole contribution"
+
+
+class Trace:
+    """Begin and end of the ``sent``, ``received`` and ``means`` of each member, see `MemberTrace`, and all bytes."""
+
+    def __init__(self, group: Group, *, now: float) -> None:
+        self.began_at = now
+        self.sent_bytes = 0
+        self.received_bytes = 0
+        self._group = group
+        self._times: dict[tuple[str, int], tuple[float, float]] = {}
+        self.dropped: dict[int, str] = {}
+
+    def on_traffic(self, kind: str, member: int, now: float) -> None:
+        since = now - self.began_at
+        began, _ = self._times.get((kind, member), (since, since))
+        self._times[kind, member] = began, since
+
+    def on_dropped(self, member: int, reason: str) -> None:
+        self.dropped.setdefault(member, reason[:200])
+
+    def took_s(self) -> dict[int, float]:
+        """Return when each member's contribution had arrived; its means, where it contributes nothing here."""
+        took_s = {}
+        for kind in ("means", "received"):
+            for (traffic, member), (_, end_s) in self._times.items():
+                if traffic == kind and member not in self.dropped:
+                    took_s[member] = end_s
+        return took_s
+
+    def members(self, incomplete: Container[int]) -> tuple[MemberTrace, ...]:
+        """Return the traces; some reducer left the ``incomplete`` out, and it alone knows why."""
+        total = sum(member.share for member in self._group.members) or 1.0
+        traces = []
+        for index, member in enumerate(self._group.members):
+            dropped = self.dropped.get(index, "")
+            if not dropped and index in incomplete:
+                dropped = LEFT_OUT
+            trace = MemberTrace(
+                peer=member.id.hex(),
+                samples=member.samples,
+                share=member.share / total,
+                sent=self._times.get(("sent", index)),
+                received=self._times.get(("received", index)),
+                means=self._times.get(("means", index)),
+                dropped=dropped,
+            )
+            traces.append(trace)
+        return tuple(traces)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,27 +120,3 @@ class GroupResult(RoundResult):
             explanation=group.explanation,
             bottleneck=group.bottleneck,
         )
-
-    def applied(self, mean: Floats, step: int, lineage: bytes, state: str, *, now: float) -> Applied:
-        """Return the event that this peer applied the mean, and is at this step and lineage."""
-        members = [member.id.hex() for member in self.group.members]
-        return Applied(
-            at=now,
-            step=step,
-            lineage=lineage.hex(),
-            state=state,
-            before=self.group.terms.lineage.hex(),
-            round=self.group.round_id.hex(),
-            weights={m.id.hex(): m.weight for m in self.group.members if m.weight},
-            gaps=tuple((*span, tuple(members[index] for index in lacking)) for span, lacking in self.gaps),
-            numel=len(mean),
-            mean=mean[:: stride(len(mean))].tobytes(),
-        )
-
-
-def contributed(
-    group: Group, values: Floats, weight: float, samples: float, computed: float, *, now: float
-) -> Contributed:
-    """Return the event that this peer contributes; ``computed``: samples of its process so far."""
-    sample = values[:: stride(len(values))].tobytes()
-    return Contributed(now, group.terms.step, group.round_id.hex(), weight, samples, computed, sample)

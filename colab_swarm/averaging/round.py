@@ -4,28 +4,19 @@ import asyncio
 import logging
 import math
 import statistics
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 import numpy as np
 
-from colab_swarm.averaging.exchange import AllReduce
+from colab_swarm.averaging.exchange import Round
 from colab_swarm.averaging.group import Group, RoundRefused
-from colab_swarm.averaging.member import (
-    AveragingSettings,
-    RecallSpan,
-    ReduceSpan,
-    RoundMember,
-    UploadEncoding,
-    Usual,
-)
-from colab_swarm.averaging.reducer import OUTLIER
+from colab_swarm.averaging.lateness import Key
+from colab_swarm.averaging.messages import AveragingSettings, RecallSpan, ReduceSpan
 from colab_swarm.averaging.result import GroupResult, RoundResult
-from colab_swarm.averaging.standing import BURST_S, PART, Standing
-from colab_swarm.averaging.strategy import forecast_s
 from colab_swarm.errors import PeerError, require
-from colab_swarm.events import EventLog
+from colab_swarm.events import EventLog, Waited
 from colab_swarm.net.patience import Patience
 from colab_swarm.net.peers import PeerId, Peers, Refusal, Role, Stream
 from colab_swarm.runtime import loop_now, wait_until, wake
@@ -35,10 +26,9 @@ logger = logging.getLogger(__name__)
 
 
 DRAIN_S = 5.0
-_NORMS = 8  # rounds that say what is usual
-_MIN_USUAL_S = 0.1
-_MOST_ROUND_S = 3600.0  # whatever the bandwidths are said to be
-PREDICTED = 3.0  # a round may take three times its forecast from the bandwidths
+LEFT_OUT_S = 60.0  # for a late member at first
+LARGEST = 10_000.0  # contribution or mean, in usual means
+_MEANS = 10  # whose size is usual
 
 
 class Averager:
@@ -56,15 +46,12 @@ class Averager:
     ) -> None:
         self._peers = peers
         self._settings = settings or AveragingSettings()
-        self._rounds: dict[bytes, AllReduce] = {}
-        self._finished: dict[str, AllReduce] = {}  # by prefix
+        self._events = events or EventLog()
+        self._patience = Patience[Key](LEFT_OUT_S, first_s=self._settings.patience_s)
+        self._rounds: dict[bytes, Round] = {}
+        self._finished: dict[str, Round] = {}  # by prefix
         self._begun = asyncio.Event()
-        self._took: dict[str, Patience] = {}  # how long the members' contributions take, by prefix
-        log = events or EventLog()
-        self.standings = defaultdict[str, Standing](
-            lambda: Standing(peers.id, heard_at=peers.read_at, events=log)
-        )  # by prefix
-        self._norms: dict[str, deque[float]] = {}  # `SpanReducer.usual_rms` of the last rounds, by prefix
+        self._means_rms: dict[str, deque[float]] = {}  # of this peer's spans in the last rounds, by prefix
         self.on_round: Callable[[RoundResult], None] = lambda result: None  # called with each result
         peers.serve_stream(ReduceSpan, self._serve_reduce, role=Role.REDUCER)
         peers.serve_stream(RecallSpan, self._serve_recall, role=Role.REDUCER)
@@ -75,32 +62,25 @@ class Averager:
 
     def holds(self, vector: Vector) -> bool:
         """Return True if another member may still recover chunks from ``vector``. Thread-safe."""
-        return any(exchange.own.ledger.vector is vector for exchange in list(self._rounds.values()))
+        return any(each.ledger.vector is vector for each in list(self._rounds.values()))
 
     async def average(
-        self,
-        group: Group,
-        vector: Vector,
-        encoding: UploadEncoding | None = None,
-        *,
-        standing: Standing | None = None,
-        bounded: bool = False,
+        self, group: Group, vector: Vector, fine: int | None = None, *, bounded: bool = False
     ) -> GroupResult:
         """Replace the values of ``vector`` by the group's weighted mean; all members end with the same bits.
 
         Args:
             vector: of ``group.terms.numel`` values. Do not change it before the next round has ended: use two
                 vectors in turn.
-            encoding: of the contribution; None: the group's codec.
-            standing: what delays have cost this peer; None: one of the averager's own for the collaboration.
-            bounded: scale down contributions that are `OUTLIER` times larger than usual in the last rounds.
+            fine: values at the front that belong to small tensors, for a group whose codec is adaptive.
+            bounded: refuse contributions and means that are `LARGEST` times larger than the last means.
 
         The result shows the failures of peers. Raises ValueError if this peer is no member or the
         vector does not fit, RoundRefused if it was this peer's last round, or still runs here.
         """
         numel = group.terms.numel
         require(vector.numel == numel, f"the group averages {numel} values, the vector has {vector.numel}")
-        return await self._take_part(group, vector, encoding, standing=standing, bounded=bounded)
+        return await self._take_part(group, vector, fine, bounded=bounded)
 
     async def reduce(self, group: Group) -> GroupResult:
         """Join a round as a reducer only: contribute no values. Raises as `average` does."""
@@ -110,148 +90,103 @@ class Averager:
 
     async def drain(self, prefix: str) -> None:
         """Wait until no member of the last round needs this peer, for `DRAIN_S` at most."""
-        exchange = self._finished.get(prefix)
+        finished = self._finished.get(prefix)
         deadline = loop_now() + DRAIN_S
-        while exchange is not None and exchange.server.open_streams and loop_now() < deadline:
-            await wait_until(deadline, exchange.server.idle)
+        while finished is not None and finished.open_streams and loop_now() < deadline:
+            await wait_until(deadline, finished.idle)
 
     def forget(self, prefix: str) -> None:
         """Let no member recover from the last finished round any more."""
-        exchange = self._finished.pop(prefix, None)
-        if exchange is not None:
-            exchange.own.ledger.readable = False
-            del self._rounds[exchange.group.round_id]
+        finished = self._finished.pop(prefix, None)
+        if finished is not None:
+            finished.ledger.readable = False
+            del self._rounds[finished.group.round_id]
 
     async def _take_part(
         self,
         group: Group,
         vector: Vector,
-        encoding: UploadEncoding | None = None,
+        fine: int | None = None,
         *,
-        standing: Standing | None = None,
         collects: bool = True,
         bounded: bool,
     ) -> GroupResult:
         if group.round_id in self._rounds:
             raise RoundRefused("late", f"the round of step {group.terms.step} was given up here")
         prefix = group.terms.prefix
-        usual = self._usual_in(group, standing or self.standings[prefix], bounded=bounded)
-        own = RoundMember(self._peers, group, vector, self._settings, usual, now=loop_now())
-        exchange = AllReduce(own, encoding, collects=collects)
-        self._rounds[group.round_id] = exchange
+        most_rms = math.inf
+        if bounded and prefix in self._means_rms:
+            most_rms = LARGEST * statistics.median(self._means_rms[prefix])
+        own = Round(
+            self._peers,
+            group,
+            vector,
+            self._settings,
+            self._patience,
+            fine,
+            collects=collects,
+            most_rms=most_rms,
+        )
+        self._rounds[group.round_id] = own
         wake(self._begun)
         try:
-            await self._run(exchange)
+            await own.run()
         finally:  # members may still recover from this round, no longer from the one before
             self.forget(prefix)
-            self._finished[prefix] = exchange
-        exchange.server.release()
-        result = exchange.result(loop_now())
-        self._learn(exchange)
+            self._finished[prefix] = own
+        own.release()
+        result = await own.result()
+        self._learn(own, result)
         logger.info("%s", result)
         self.on_round(result)
         return result
 
-    def _usual_in(self, group: Group, standing: Standing, *, bounded: bool) -> Usual:
-        prefix = group.terms.prefix
-        took = self._took.get(prefix)
-        norms = self._norms.get(prefix)
-        round_s = math.inf
-        most_rms = math.inf
-        if took is not None:
-            round_s = took.seconds
-        if bounded and norms:
-            most_rms = OUTLIER * statistics.median(norms)
-        return Usual(round_s, PREDICTED * forecast_s(group), most_rms, standing)
-
-    def _limit_s(self, group: Group) -> float:
-        """Return the bound on a whole round: a large model takes long over slow lines, beside the trainer."""
-        return max(self._settings.round_timeout_s, min(PREDICTED * forecast_s(group), _MOST_ROUND_S))
-
-    def _learn(self, exchange: AllReduce) -> None:
-        """Charge the members that this round waited for; what the median one did is usual."""
-        peers = [member.id for member in exchange.group.members]
-        prefix = exchange.group.terms.prefix
-        late_s = {peers[member]: seconds for member, seconds in exchange.lateness.late_s.items()}
-        # A member that sent its whole part here did not keep the reducer waiting either, whatever that one says.
-        waited_for = {}
-        for reducer, member in exchange.own.ledger.waited().items():
-            if not exchange.server.reducer.has_all_of(member):
-                waited_for[peers[reducer]] = peers[member]
-        standing = exchange.own.usual.standing
-        standing.settle("its part of a round", late_s, peers, loop_now(), waited_for)
-        ended_s = exchange.own.trace.ended_s()
-        if ended_s:
-            took = self._took.setdefault(prefix, Patience(_MIN_USUAL_S, self._settings.round_timeout_s))
-            took.learn(statistics.median_low(ended_s))
-        usual_rms = exchange.server.reducer.usual_rms
-        if usual_rms:
-            self._norms.setdefault(prefix, deque(maxlen=_NORMS)).append(usual_rms)
-
-    async def _run(self, exchange: AllReduce) -> None:
-        stop_listening = self._peers.on_lost(exchange.server.on_lost)
-        own = exchange.own
-        step = exchange.group.terms.step
-        limit_s = self._limit_s(exchange.group)
-        awaited = own.final
-        if not exchange.collects:
-            awaited = [own.final[own.me]]
-        try:
-            async with asyncio.timeout(limit_s), asyncio.TaskGroup() as tasks:
-                watch = tasks.create_task(exchange.watch())
-                if exchange.collects:
-                    tasks.create_task(exchange.contribute_own())
-                    for reducer in own.others:
-                        tasks.create_task(exchange.obtain(reducer))
-                for final in awaited:
-                    await final.wait()
-                watch.cancel()
-        except TimeoutError:
-            logger.warning("the round of step %d timed out after %g s", step, limit_s)
-            for member in {*exchange.server.reducer.awaited(), *own.lost} - {own.me}:
-                own.trace.on_dropped(member, f"too slow: the round ended after {limit_s:g} s")
-        finally:
-            stop_listening()
-            if exchange.collects:  # a late chunk must not change what the trainer applies
-                own.ledger.writable = False
-            for event in (*own.settled, *awaited):
-                event.set()
+    def _learn(self, own: Round, result: GroupResult) -> None:
+        """Remember how long members took, who was late, and how large the own span's mean is."""
+        now = loop_now()
+        members = own.group.members
+        counted = [index for index, member in enumerate(members) if member.id in result.contributors]
+        for member, seconds in own.lateness.settle(own.trace.took_s(), counted, now).items():
+            self._events.emit(Waited(now, members[member].id.hex(), "its part of a round", seconds))
+        if own.reducer.largest_rms:
+            means_rms = self._means_rms.setdefault(own.group.terms.prefix, deque(maxlen=_MEANS))
+            means_rms.append(own.reducer.largest_rms)
 
     @asynccontextmanager
-    async def _round_for(self, round_id: bytes, peer: PeerId) -> AsyncIterator[tuple[AllReduce, int]]:
-        deadline = loop_now() + self._settings.silence_s + BURST_S / PART  # this peer may begin later
+    async def _round_for(self, round_id: bytes, peer: PeerId) -> AsyncIterator[tuple[Round, int]]:
+        deadline = loop_now() + self._settings.patience_s  # this peer may begin later
         while round_id not in self._rounds:
             require(loop_now() < deadline, "no such round here", Refusal)
             await wait_until(deadline, self._begun)
-        exchange = self._rounds[round_id]
-        member = exchange.group.index_of(peer)
+        own = self._rounds[round_id]
+        member = own.group.index_of(peer)
         if member is None:
             raise Refusal("the group of this round was formed without you")
-        exchange.server.on_open()
+        own.on_open()
         try:
-            async with asyncio.timeout(self._limit_s(exchange.group)):
-                yield exchange, member
+            async with asyncio.timeout(own.limit_s):
+                yield own, member
         finally:
-            exchange.server.on_close()
-            if self._finished.get(exchange.group.terms.prefix) is exchange:
-                exchange.server.release()
+            own.on_close()
+            if self._finished.get(own.group.terms.prefix) is own:
+                own.release()
 
     async def _serve_reduce(self, opening: ReduceSpan, stream: Stream) -> None:
         try:
-            async with self._round_for(opening.round_id, stream.peer) as (exchange, member), stream:
+            async with self._round_for(opening.round_id, stream.peer) as (own, member), stream:
                 require(
-                    not exchange.own.member(member).weight or self._peers.role_of(stream.peer) >= Role.WORKER,
+                    member not in own.contributors or self._peers.role_of(stream.peer) >= Role.WORKER,
                     "only a worker may contribute: ask for another invitation",
                     Refusal,
                 )
-                await exchange.server.serve(stream, member)
+                await own.serve(stream, member)
         except (PeerError, TimeoutError) as error:
             logger.debug("contribution ended: %s", error)
 
     async def _serve_recall(self, opening: RecallSpan, stream: Stream) -> None:
         try:
-            async with self._round_for(opening.round_id, stream.peer) as (exchange, _), stream:
-                await exchange.recovery.serve(opening, stream)
+            async with self._round_for(opening.round_id, stream.peer) as (own, _), stream:
+                await own.recovery.serve(opening, stream)
         except (PeerError, TimeoutError) as error:
             logger.debug("recall ended: %s", error)
         except ValueError as error:

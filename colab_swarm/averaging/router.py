@@ -6,11 +6,9 @@ from typing import Any, TypeAlias
 from colab_swarm.averaging.group import MAX_TEXT
 from colab_swarm.errors import require
 from colab_swarm.events import EventLog
-from colab_swarm.net.patience import LeftOut
 from colab_swarm.net.peers import Message, PeerId, Peers, Refusal, Role, Stream
 
 _Handler: TypeAlias = Callable[..., Awaitable[Any]]
-SKIPPED_S = 1800.0  # how long an organizer of an invalid group is left out
 
 
 class PrefixRouter:
@@ -19,7 +17,6 @@ class PrefixRouter:
     def __init__(self, peers: Peers, events: EventLog | None = None) -> None:
         self.peers = peers
         self.events = events or EventLog()
-        self.dishonest = LeftOut[PeerId](SKIPPED_S, SKIPPED_S)  # organizers of invalid groups
         self._handlers: dict[type[Message], dict[str, _Handler]] = {}
         self.assistant: tuple[Callable[[str], None], Callable[[str], None]] | None = None
 

@@ -216,19 +216,6 @@ def adaptive_shares(tickets: Sequence[Ticket], *, flattery: float = 1.0) -> Shar
     return as_equals
 
 
-def follows(tickets: Sequence[Ticket], shares: Sequence[float]) -> bool:
-    """Return True if the shares are equal, or those of the plan: others no honest organizer gives.
-
-    As fast as the plan is not enough: of two peers each could reduce alone, and dictate the mean.
-    """
-    equal = equal_shares(tickets).shares
-    parts = np.array(shares) / sum(shares)
-    if np.allclose(parts, np.array(equal) / sum(equal)):
-        return True
-    trusted = _trusted_tickets(tickets)
-    return trusted is not None and np.allclose(parts, plan_round(trusted).shares, atol=0.01)
-
-
 def forecast_s(group: Group) -> float:
     """Return how long a round of a group takes by its members' bandwidths, as far as they are believed; else 0.
 

@@ -36,11 +36,10 @@ from colab_swarm.runtime import loop_now
 from colab_swarm.snapshot import Checkpoint, KeptModel
 from colab_swarm.tensors.chunks import Snapshot
 from colab_swarm.tensors.statedict import read_tensors, write_tensors
-from colab_swarm.training.election import Branch
-from colab_swarm.training.progress import WATCHING, Progress
 from colab_swarm.training.records import ProgressRecord, progress_key
 from colab_swarm.training.settings import PeerServices
 from colab_swarm.training.state import download_state, snapshot_of, tensors_of
+from colab_swarm.training.view import WATCHING, Branch, SwarmView
 
 logger = logging.getLogger(__name__)
 LOOK_S = 3.0
@@ -346,7 +345,7 @@ class Keeper:
             self._forwarder = Forwarder(forward, prefix)
         self._losses = folder / "losses.jsonl"
         self.curve = LossCurve(read_losses(self._losses))  # continues after a restart
-        self.progress = Progress(services.peers.id, WATCHING, prefix)
+        self.view = SwarmView(services.peers.id, WATCHING, prefix)
         self._last_branch: Branch | None = None
         self._heard_at = float("-inf")
         self._stop_listening = services.peers.on_lost(self._on_lost)
@@ -398,7 +397,7 @@ class Keeper:
         """Read the peers' records; stand in or save a checkpoint if due."""
         services = self._services
         branch_before = self._last_branch
-        await self.progress.refresh(services.dht, services.peers)
+        await self.view.refresh(services.dht, services.peers)
         branch = self._last_branch = self.branch
         if branch != branch_before or (branch is not None and branch.peers & services.peers.linked()):
             self._heard_at = loop_now()
@@ -422,17 +421,17 @@ class Keeper:
             logger.warning("%s could not be written: %s", self._losses, error)
 
     def _on_lost(self, peer: PeerId) -> None:
-        self.progress.known.on_lost(peer, now=loop_now())
+        self.view.on_lost(peer, swarm_now=self._services.peers.time())
 
     @property
     def trainers(self) -> dict[PeerId, ProgressRecord]:
         me = self._services.peers.id
-        return {peer: record for peer, record in self.progress.known.all.items() if peer != me}
+        return {peer: record for peer, record in self.view.all.items() if peer != me}
 
     @property
     def branch(self) -> Branch | None:
         """The branch that the swarm is on, or None while nobody trains."""
-        branch = self.progress.election.branch()
+        branch = self.view.branch()
         return branch if branch.peers else None
 
     def _due(self, step: int) -> bool:
@@ -448,7 +447,7 @@ class Keeper:
             peers = self._services.peers
             rng = self._services.rng
             donors = sorted(branch.peers)
-            others = sorted(self.progress.known.assistants.keys() - {peers.id})
+            others = sorted(self.view.assistants.keys() - {peers.id})
             rng.shuffle(donors)
             rng.shuffle(others)
             try:

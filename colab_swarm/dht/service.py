@@ -58,6 +58,7 @@ MAX_ADDRESS_CHARS = 800  # of all addresses in one contact: a reply carries 20 c
 REMEMBERED = 1000  # keys whose replicas are remembered
 MAX_RELAYS = 4  # in a row of a fetch
 RELAY_WIDTH = 2  # by each peer: one silent peer delays nothing
+_ANSWER = "an answer"  # of any peer: a lookup asks too many to know each
 
 
 def is_sound(contact: Contact) -> bool:
@@ -145,7 +146,7 @@ class DHT:
         self._now = asyncio.get_running_loop().time
         self._tasks = BackgroundTasks("upkeep of the DHT", events or EventLog(), rng)
         self._storage = Storage(settings, peers.role_by)
-        self._patience = Patience(MIN_PATIENCE_S, settings.timeout_s, 1.0)
+        self._patience = Patience[str](0.0, first_s=1.0, least_s=MIN_PATIENCE_S)
         self._entries: list[Contact] = []
         self._replicas: dict[bytes, list[Contact]] = {}  # of the last keys
         self._last_version = 0
@@ -280,7 +281,10 @@ class DHT:
         others = (contact for contact in seeds if contact.direct)
         # all replicas of a key are queried at once
         parallel = max(self.settings.parallel, width if width <= self.settings.replicas else 0)
-        return Lookup(target, others, width=width, alpha=parallel, patience_s=self._patience.seconds)
+        return Lookup(target, others, width=width, alpha=parallel, patience_s=self._patience_s())
+
+    def _patience_s(self) -> float:
+        return min(self._patience.limit_s(_ANSWER), self.settings.timeout_s)
 
     async def _search(self, lookup: Lookup, ask: Callable[[Contact], Awaitable[Iterable[Contact]]]) -> None:
         """Carry out ``lookup``; slow queries continue in the background, for the routing table."""
@@ -295,7 +299,7 @@ class DHT:
                 await asyncio.wait(asked, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
                 for query in [query for query in asked if query.done()]:
                     lookup.on_answer(asked.pop(query), None if query.cancelled() else query.result())
-                lookup.patience_s = self._patience.seconds  # learnt from these answers
+                lookup.patience_s = self._patience_s()  # learnt from these answers
         except asyncio.CancelledError:
             for query in asked:
                 query.cancel()
@@ -322,7 +326,7 @@ class DHT:
             if not (isinstance(error, CallRefused) and error.code == "refused"):  # else it refuses our role
                 self.table.failed(contact.id)
             raise
-        self._patience.learn(self._now() - asked_at)
+        self._patience.learn(_ANSWER, self._now() - asked_at)
         self._saw(contact)
         return answer
 

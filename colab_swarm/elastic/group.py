@@ -10,7 +10,7 @@ import logging
 from collections.abc import AsyncIterator, Sequence
 
 from colab_swarm.averaging.assembly import Assembly
-from colab_swarm.averaging.group import GroupFormationSettings, GroupMember, RoundRefused
+from colab_swarm.averaging.group import GroupMember, RoundRefused
 from colab_swarm.elastic.steps import ElasticSettings, Piece, PieceExchange
 from colab_swarm.errors import PeerError, StateError, require
 from colab_swarm.events import EventLog
@@ -165,8 +165,7 @@ async def enter_group(
     count = settings.peers
     wait_s = settings.wait_s
     name = prefix.rpartition("/")[2]
-    formation = GroupFormationSettings(2.0, 2.0, max_window_s=10.0, call_timeout_s=5.0, size=count)
-    assembly = Assembly(router, services.dht, prefix, formation, timeout_s=wait_s, terms=terms)
+    assembly = Assembly(router, services.dht, prefix, size=count)
     states = StateSharing(router, prefix, lambda: asyncio.to_thread(replica.snapshot))
     entered: asyncio.Future[PeerExchange] = asyncio.get_running_loop().create_future()
 
@@ -178,10 +177,10 @@ async def enter_group(
         logger.info("waiting for the %d peers of %r", count, name)
         try:
             async with asyncio.timeout(wait_s):
-                members = (await assembly.meet(replica.numel, replica.schema)).members
+                members = (await assembly.meet(terms)).members
         except TimeoutError:
             raise StateError(
-                f"training {name!r} needs {count} peers, {1 + len(assembly.meeting.waiting)} came in {wait_s:g} s: "
+                f"training {name!r} needs {count} peers, {len(assembly.waiting)} came in {wait_s:g} s: "
                 "start the others with the same name, or raise wait_s"
             ) from None
         except RoundRefused:
@@ -192,8 +191,6 @@ async def enter_group(
             await asyncio.to_thread(replica.load_snapshot, await states.download([members[0].id]))
         yield exchange
     finally:
-        assembly.close()
         states.close()
         router.unserve(prefix, ElasticLink)
         entered.cancel()
-        await assembly.publish()

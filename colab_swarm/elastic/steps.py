@@ -21,7 +21,7 @@ from colab_swarm.events import EventLog, PeerLeft
 from colab_swarm.net.peers import Buffer, Message
 from colab_swarm.runtime import loop_now, wait_until
 from colab_swarm.tensors.codecs import Floats, all_finite, codec_of
-from colab_swarm.training.election import equal_rates
+from colab_swarm.training.comparison import equal_rates
 from colab_swarm.training.records import Rates
 
 MAX_PEERS = 16

@@ -34,18 +34,11 @@ import torch
 from numpy.typing import NDArray
 
 import colab_swarm as cs
-from colab_swarm.averaging.formation import GroupFormation
-from colab_swarm.averaging.group import (
-    Group,
-    GroupFormationSettings,
-    RoundTerms,
-    SharePlan,
-    Strategy,
-    Ticket,
-    equal_shares,
-)
-from colab_swarm.averaging.member import AveragingSettings, Chunk, UploadEncoding
-from colab_swarm.averaging.moshpit import MAX_ROUNDS, MoshpitAverager, MoshpitResult, RoundMeter
+from colab_swarm.averaging import group as messages
+from colab_swarm.averaging.forming import Formation, FormationSettings
+from colab_swarm.averaging.group import Group, RoundTerms, SharePlan, Strategy, Ticket, equal_shares
+from colab_swarm.averaging.messages import AveragingSettings, Chunk
+from colab_swarm.averaging.moshpit import MoshpitAverager, MoshpitResult, RoundMeter
 from colab_swarm.averaging.result import GroupResult
 from colab_swarm.averaging.round import Averager
 from colab_swarm.averaging.router import PrefixRouter
@@ -53,7 +46,8 @@ from colab_swarm.averaging.strategy import adaptive_shares, plan_round
 from colab_swarm.dht.service import DHT, DHTSettings
 from colab_swarm.events import StepFinished
 from colab_swarm.experiments.report import Lines, Report, draw, reports
-from colab_swarm.net.peers import Contact, Message
+from colab_swarm.net.patience import Patience
+from colab_swarm.net.peers import Contact, Message, PeerId
 from colab_swarm.runtime import loop_now
 from colab_swarm.sim import LAN, HostProfile, NetworkProfile, ScriptedFault, SimNetwork, SimPeers, run_virtual
 from colab_swarm.sim.profiles import DEDLOC16, GIGABIT, MEGABIT
@@ -62,7 +56,7 @@ from colab_swarm.tensors.codecs import Floats
 from colab_swarm.tensors.vector import HostVector, Vector
 
 T = TypeVar("T")
-PATIENT = AveragingSettings(round_timeout_s=600.0, patience_s=60.0, silence_s=60.0)
+PATIENT = AveragingSettings(round_timeout_s=600.0, patience_s=60.0)
 RESNET50 = RoundTerms("bench", 0, b"lineage", 25_600_000, b"schema")
 SCALE = 2
 
@@ -98,7 +92,9 @@ def simulate_round(hosts: Sequence[Ticket], strategy: Strategy, terms: RoundTerm
 
 async def _round(offers: Sequence[Ticket], strategy: Strategy) -> float:
     network = SimNetwork(NetworkProfile("bench", latency_s=0.0003))
-    formation = GroupFormation(offers[0].terms, now=0.0, settings=GroupFormationSettings())
+    terms = offers[0].terms
+    settings = FormationSettings(terms, 0.0, strategy, window_s=0.0)
+    formation = Formation(settings, PeerId(bytes(32)), None, Patience(60.0), 0.0)
     peers = []
     tickets = {}
     for number, offer in enumerate(offers):
@@ -106,9 +102,12 @@ async def _round(offers: Sequence[Ticket], strategy: Strategy) -> float:
         peer = network.peer(f"p{number}", host_profile=line)
         peers.append(peer)
         tickets[peer.id] = offer
-        formation.on_join(offer, Contact(peer.id, (f"sim://{peer.id.hex()}",)), now=0.0)
+        contact = Contact(peer.id, (f"sim://{peer.id.hex()}",))
+        formation.on_attend(peer.id, messages.Attend(contact, b"", terms, 0.0), 0.0)
+        formation.on_report(peer.id, messages.StepReport(terms.step, terms.lineage, ticket=offer), 0.0)
     network.introduce()
-    group = formation.form(bytes(16), strategy)
+    group = formation.next_action(0.0, ()).group
+    assert group is not None
 
     async def take_part(peer: SimPeers) -> GroupResult:
         averager = Averager(peer, PATIENT)
@@ -444,15 +443,15 @@ class _Player(Averager):
         self._done = 0
 
     async def average(
-        self, group: Group, vector: Vector, encoding: UploadEncoding | None = None, **options: Any
+        self, group: Group, vector: Vector, fine: int | None = None, *, bounded: bool = False
     ) -> GroupResult:
-        round_ = self._done + group.terms.step % MAX_ROUNDS
+        round_ = self._done + group.terms.step
         if self._name in self._town.liars:
             assert isinstance(vector, HostVector)
             vector.values.fill(np.nan)
         if self._town.doomed(self._name, round_):
             self._network.when(is_contribution, sender=self._name).crash(self._name)
-        result = await super().average(group, vector, encoding, **options)
+        result = await super().average(group, vector, fine, bounded=bounded)
         self.held[round_ + 1] = vector.read(0, vector.numel).copy()
         return result
 

@@ -35,8 +35,8 @@ from colab_swarm.events import Event, RoundFinished
 from colab_swarm.experiments.report import Lines, Report, draw, reports
 from colab_swarm.swarm.swarm import Swarm
 from colab_swarm.tensors.codecs import codec_of
-from colab_swarm.training.collaboration import Collaboration
 from colab_swarm.training.communication import HOME_BPS, WAYS, plan_communication
+from colab_swarm.training.rounds import Rounds
 
 LOCAL_STEPS = 30
 STEP_S = 10.0
@@ -66,9 +66,9 @@ QUICK = Size(2, 64, 16, 40, 10, 2e-3)
 FULL = Size(4, 128, 32, 600, LOCAL_STEPS, 2e-3)
 
 
-def wait_trainers(swarm: Swarm, part: Collaboration, count: int) -> None:
-    while len(part.progress.known.all) < count:
-        swarm.runtime.call(part.rounds.refresh())
+def wait_trainers(swarm: Swarm, part: Rounds, count: int) -> None:
+    while len(part.view.all) < count:
+        swarm.runtime.call(part.refresh())
 
 
 def ways(local_steps: int) -> dict[str, dict[str, Any]]:
@@ -206,10 +206,9 @@ def train(way: str, size: Size, peers: int, seed: int, of: torch.Tensor | None =
             inner(way, net, size.rate),
             target_batch_size=size.batch,
             batch_size=micro,
-            matchmaking_timeout_s=20,
             **options,
         )
-        wait_trainers(swarm, optimizer.collaboration, peers)
+        wait_trainers(swarm, optimizer.rounds, peers)
         own = 1000 * int.from_bytes(swarm.id[:4], "big") + 10**15 * seed
         batch = 0
         steps = 0
@@ -261,8 +260,8 @@ def rest(options: dict[str, Any], numel: int, scale: int = 1) -> tuple[float, fl
         torch.nn.init.zeros_(net.weight)
         sgd = torch.optim.SGD(net.parameters(), lr=1e-6)
         noise = np.random.default_rng(swarm.id[0])
-        optimizer = swarm.optimizer(sgd, target_batch_size=PEERS, matchmaking_timeout_s=20, **options)
-        wait_trainers(swarm, optimizer.collaboration, PEERS)
+        optimizer = swarm.optimizer(sgd, target_batch_size=PEERS, **options)
+        wait_trainers(swarm, optimizer.rounds, PEERS)
         gradient = torch.from_numpy(noise.normal(size=numel).astype(np.float32))
         batches = 0
         began = 0.0

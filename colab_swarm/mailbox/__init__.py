@@ -66,10 +66,10 @@ What a peer does next is in `view`, which manifest stands in `branches`, and the
   their uploads: 1 s to 6 h, not more than that round took, but at least a quarter of the one before.
   The grace is a quarter of it, 6 s to 90 s. A peer that waits half a grace beyond the usual time
   says for whom (`Notice`).
-- **Patience is earned** (`colab_swarm.averaging.standing`). Each member has an account of one usual
-  round and 1 % of the time, as long as it contributes; after its first round it has none. A round
-  that waits for it longer than usual is charged to it, and so is the wait for a manifest that cannot
-  be followed (`Waited`). A single wait may take half of what is left.
+- **Patience** (`colab_swarm.net.patience`). A round waits half a usual round longer for a missing
+  member, after its first round 2.5 s at least; for a new one it does not. A member that made a round
+  wait, or whose manifest could not be followed, is left out (`Waited`): the next round does not wait
+  for it, then two do not, then four. A contribution that counts in time ends that.
 - **The store's clock counts**, not a peer's: a peer asks for it as it joins, and says by how much
   the clock of its machine is off. In a folder a writer chooses the times of its files. There an
   object's time lies between a peer's last look without it and its first look with it.

@@ -2,14 +2,13 @@
 
 import asyncio
 import math
-import statistics
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import suppress
 
 import numpy as np
 
+from colab_swarm.averaging.group import RoundTerms, Ticket
 from colab_swarm.averaging.result import RoundResult
-from colab_swarm.averaging.standing import Standing
 from colab_swarm.errors import BucketAway, BucketError, MismatchError, StateError, require
 from colab_swarm.events import BatchDropped, MemberTrace, StateReceived
 from colab_swarm.mailbox.bucket import Bucket
@@ -22,10 +21,11 @@ from colab_swarm.net.peers import PeerId, short
 from colab_swarm.runtime import loop_now
 from colab_swarm.tensors.chunks import Snapshot
 from colab_swarm.tensors.vector import HostVector
-from colab_swarm.training.known import KnownRecords
-from colab_swarm.training.records import PLAUSIBLE, Agreement, Mean, ProgressRecord, StepTaken, differing
-from colab_swarm.training.rounds import CaughtUp, RoundOutcome, Rounds, TrainedModel, other_settings
-from colab_swarm.training.settings import PeerServices, RoundInput, TrainingSettings
+from colab_swarm.training.records import Agreement, Mean, ProgressRecord, Rates, StepTaken, differing
+from colab_swarm.training.rounds import CaughtUp, Ready, RoundOutcome, Rounds, TrainedModel, other_settings
+from colab_swarm.training.settings import PeerServices, RoundInput, StepOffer, TrainingSettings
+from colab_swarm.training.sketch import StateSketch
+from colab_swarm.training.view import SwarmView
 
 STOP_S = 60.0  # for a state to be written by a peer that leaves
 
@@ -46,31 +46,28 @@ class BucketRounds(Rounds):
     ) -> None:
         super().__init__(services, settings, own, model)
         _check_settings(settings)
-        election = self.progress.election
         self._journal = Journal(bucket, services, settings, model.numel, lambda: self.until)
-        self._states = States(self._journal, lambda member: election.distrusts(member, loop_now()))
-        self._members = LastMembers(self.progress.known)
-        # An account may cost this peer one usual round, and then its share of the time.
-        standing = Standing(
-            services.peers.id, events=services.events, longest_s=lambda: self._follower.usual_s
-        )
+        self._states = States(self._journal, lambda member: self.view.distrusts(member, loop_now()))
+        self._members = LastMembers(self.view)
         self._follower = ChainFollower(
             self._journal,
             self._states,
-            standing,
+            services.events,
             services.peers.id,
             lambda: self.until,
             self._members.name_of,
         )
+        self._rates: Rates = ()  # of this peer's last contribution
         self._closed: ClosedRound | None = None  # the round whose mean the trainer applies
         self._saving: asyncio.Task[None] | None = None  # a state
         self._refused: BucketError | None = None  # why a round failed; `check` raises it
+        self._loop = asyncio.get_running_loop()
 
     async def start(self) -> None:
         journal = self._journal
         await journal.bucket.require_conditional_writes()
         schema = self.model.schema
-        agreed = self.progress.known.own.agreement
+        agreed = self.view.own.agreement
         asked = self.settings.min_peers
         theirs = await journal.read_card(
             journal.signed(Card, schema=schema, agreement=agreed, min_peers=asked or 1)
@@ -85,7 +82,7 @@ class BucketRounds(Rounds):
 
     def refusal_of(self, agreement: Agreement) -> str:
         # The bucket keeps the card.
-        return other_settings(differing(self.progress.known.own.agreement, agreement))
+        return other_settings(differing(self.view.own.agreement, agreement))
 
     async def stop(self) -> None:
         if self._saving is not None:
@@ -107,7 +104,7 @@ class BucketRounds(Rounds):
     @property
     def behind(self) -> bool:
         chain = self._follower.chain
-        return chain is None or self.progress.known.own.step != chain.round
+        return chain is None or self.view.own.step != chain.round
 
     async def take_state(self, *, has_state: bool) -> CaughtUp | None:
         """Read the newest state and the rounds since then; the first peer writes its own state."""
@@ -127,15 +124,13 @@ class BucketRounds(Rounds):
         if rounds:
             self._learn(rounds[-1])
         if snapshot is None:
+            self.view.update(syncing=False)
             return None
         state = snapshot.manifest
         donors = tuple(donor.hex() for donor in snapshot.donors)
         seconds = loop_now() - began_at
         self.services.events.emit(StateReceived(loop_now(), state.step, donors, state.size_bytes, seconds))
         return snapshot, _means_of(rounds, journal)
-
-    def on_loaded(self, donors: tuple[PeerId, ...]) -> None:
-        self.comparison.on_loaded(donors)
 
     async def refresh(self) -> None:
         """Do nothing: the members' figures come with their contributions."""
@@ -147,23 +142,23 @@ class BucketRounds(Rounds):
             raise refused
         self.comparison.check()
 
-    @property
-    def enough_peers(self) -> bool:
-        return True  # the first round waits for them, as nobody is online with this peer
+    def count(self, samples: float, now: float) -> None:
+        super().count(samples, now)
+        # Each takes a part of the round by its speed, so that all end about the same time.
+        share = self.share
+        speed = share.samples / share.batch_s if share.batch_s else 0.0
+        self.view.update(samples=share.counted, samples_per_s=speed)
+        share.granted = self.view.round_samples * self._members.own_part()
+        self._loop.call_soon_threadsafe(self._show_members)
 
-    def on_batch(self, samples: float) -> None:
-        super().on_batch(samples)
-        self._show_members()
-
-    def samples(self, now: float, *, aside: bool) -> float:
-        return self._members.samples()
-
-    def round_due(self, now: float, *, waiting: bool) -> bool:
-        # Each takes a part of the round by its speed, so that all end about the same time. One that has
-        # no more data contributes what there is: no other peer's samples are waited for.
-        if waiting and now < self.until:
-            return True
-        return self._members.samples() >= self.progress.forecast.round_samples
+    async def ready(
+        self, offer: StepOffer, deadline: float = math.inf, *, idle: bool = False, final: bool = False
+    ) -> Ready:
+        # One that has no more data contributes what there is: no other peer's samples are waited for.
+        self.check()
+        self._rates = offer.rates
+        self.view.update(rates=offer.rates)
+        return Ready.CONTRIBUTE
 
     async def contribute(self, contribution: RoundInput) -> AsyncGenerator[RoundOutcome, None]:
         """Write the contribution, and yield means until one counts it, or none will."""
@@ -173,9 +168,9 @@ class BucketRounds(Rounds):
             # The others may have no weight either, so nobody would end the round: look once, and compute on.
             self.until = began_at
         try:
-            round = await self._follower.write(contribution, self.progress.known.own)
+            round = await self._follower.write(contribution, self.view.own)
             if self._follower.min_peers > 1:
-                self.tell_begin(self._follower.min_peers, [self.progress.known.own.name])
+                self.tell_begin(self._follower.min_peers, [self.view.own.name])
             while (end := await self._follower.next_round(contribution, round)) is not None:
                 moved = [now - then for now, then in zip(self.bucket_bytes, bytes_before, strict=True)]
                 result = _result(end.closed, moved, loop_now() - began_at)
@@ -195,8 +190,12 @@ class BucketRounds(Rounds):
             self._refused = error
 
     async def on_applied(self, outcome: RoundOutcome, taken: StepTaken) -> None:
+        await super().on_applied(outcome, taken)
         closed = self._closed
         assert closed is not None
+        if outcome.over:
+            self.share.begin(self.share.granted)
+            self.share.work(loop_now())
         self._learn(closed)
         self._compare(closed)
         self.comparison.on_sketch(taken.sketch)
@@ -225,27 +224,27 @@ class BucketRounds(Rounds):
 
     def _compare(self, closed: ClosedRound) -> None:
         """Compare the members' rates and states, by their contributions, with this peer's."""
-        round = closed.manifest.round
-        rates = {}
+        tickets = {}
         for contribution in closed.contributions.values():
             head = contribution.head
-            if head.round == round and head.rates:
-                rates[head.member] = head.rates
-        self.comparison.compare_rates(rates, round)
-        self.comparison.compare_states()
+            if head.round == closed.manifest.round:
+                sketch = head.sketch or StateSketch(head.round, b"", ())
+                terms = RoundTerms("", sketch.step, sketch.lineage, 0)
+                tickets[head.member] = Ticket(terms, 1.0, rates=head.rates, sketch=sketch.values)
+        self.comparison.on_tickets(tickets, self._rates)
 
     def _show_members(self) -> None:
-        self.progress.on_records(self._members.records(), now=loop_now())
+        self.view.on_records(self._members.records(), now=loop_now())
 
 
 class LastMembers:
     """What the other members of the last round said of themselves with their contributions.
 
-    ``known`` has this peer's own record. `on_round` replaces all figures.
+    ``view`` has this peer's own record. `on_round` replaces all figures.
     """
 
-    def __init__(self, known: KnownRecords) -> None:
-        self._known = known
+    def __init__(self, view: SwarmView) -> None:
+        self._view = view
         self._heads: dict[PeerId, PseudoGradient] = {}
 
     def on_round(self, closed: ClosedRound) -> None:
@@ -253,7 +252,7 @@ class LastMembers:
         self._heads = {}
         for contribution in closed.contributions.values():
             head = contribution.head
-            if head.member != self._known.me:
+            if head.member != self._view.me:
                 self._heads[head.member] = head
 
     def name_of(self, member: PeerId) -> str:
@@ -264,20 +263,17 @@ class LastMembers:
         return plain(head.name)
 
     def speeds(self) -> dict[PeerId, float]:
-        """Return the members' samples per second, as far as they are believed."""
-        claims = {member: head.samples_per_s for member, head in self._heads.items()}
-        most = PLAUSIBLE * statistics.median_low([self._known.own.samples_per_s, *claims.values()])
-        return {member: min(claim, most) for member, claim in claims.items()}
+        """Return the members' samples per second."""
+        return {member: head.samples_per_s for member, head in self._heads.items()}
 
-    def samples(self) -> float:
-        """Return all members' samples since the last round, if they compute as long as this peer."""
-        own = self._known.own
-        all_per_s = own.samples_per_s + sum(self.speeds().values())
-        return own.samples * all_per_s / (own.samples_per_s or math.inf)
+    def own_part(self) -> float:
+        """Return this peer's part of all members' speed; 1 while its own is not known."""
+        own_per_s = self._view.own.samples_per_s
+        return own_per_s / (own_per_s + sum(self.speeds().values())) if own_per_s else 1.0
 
     def records(self) -> dict[PeerId, ProgressRecord]:
         """Return a record for each member, for people: none is heard of between two rounds."""
-        own = self._known.own
+        own = self._view.own
         seconds = own.samples / (own.samples_per_s or math.inf)
         records = {}
         for member, speed in self.speeds().items():

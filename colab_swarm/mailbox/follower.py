@@ -7,8 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 
-from colab_swarm.averaging.standing import PART, Standing
-from colab_swarm.events import Notice
+from colab_swarm.events import EventLog, Notice, Waited
 from colab_swarm.mailbox.branches import Branches
 from colab_swarm.mailbox.bucket import StoredObject
 from colab_swarm.mailbox.contributions import ClosedRound, encode, pieces
@@ -24,6 +23,7 @@ from colab_swarm.mailbox.view import (
     SeekState,
     Wait,
 )
+from colab_swarm.net.patience import Patience
 from colab_swarm.net.peers import PeerId
 from colab_swarm.runtime import loop_now
 from colab_swarm.tensors.chunks import Snapshot
@@ -34,6 +34,8 @@ from colab_swarm.training.settings import RoundInput
 
 logger = logging.getLogger(__name__)
 FRESH_S = 1.0  # age of the look by which a round is closed, at most
+_LEAST_PATIENCE_S = 2.5  # beyond the usual time of a round
+_MOST_ROUNDS = 32.0  # in which a late member is not awaited
 TELL_S = 3.0  # of a wait for a late round, before a word on it
 
 
@@ -87,7 +89,7 @@ class ChainFollower:
         self,
         journal: Journal,
         states: States,
-        standing: Standing,
+        events: EventLog,
         me: PeerId,
         until: Callable[[], float],
         name_of: Callable[[PeerId], str],
@@ -98,7 +100,9 @@ class ChainFollower:
         self._journal = journal
         self._states = states
         self._me = me
-        self._standing = standing
+        self._events = events
+        # Its times are rounds.
+        self._patience = Patience[PeerId](1.0, longest_s=_MOST_ROUNDS)
         self._until = until
         self._name_of = name_of
         self._last: ClosedRound | None = None
@@ -108,11 +112,6 @@ class ChainFollower:
         self._late_round = -1
         self._restored_round = -1
         self._listed_at = loop_now()
-
-    @property
-    def usual_s(self) -> float:
-        """The time of a usual round."""
-        return 0.0 if self.chain is None else self.chain.pace_s
 
     @property
     def is_awaited(self) -> bool:
@@ -240,7 +239,7 @@ class ChainFollower:
             "at the latest"
         )
         logger.warning("%s", text)
-        self._standing.events.emit(Notice(loop_now(), text, logged=True))
+        self._events.emit(Notice(loop_now(), text, logged=True))
 
     async def _decide(self, chain: RoundChain, close_at: float) -> Decision:
         """Look at the bucket, and return what to do next."""
@@ -270,18 +269,25 @@ class ChainFollower:
         assert chain is not None
         # One invitation admits any number of members: each round another one would be absent.
         rounds = [round for other, round in chain.listed if other == member]
-        if len(rounds) < 2:
+        if len(rounds) < 2 or not self._patience.is_awaited(member, chain.round):
             return 0.0
-        return self._standing.credit_s(member) / PART
+        return max(_LEAST_PATIENCE_S, chain.pace_s / 2)
 
     def _settle(self, view: RoundView, closed: ClosedRound) -> None:
-        """Charge the members for which a round waited, and let those earn that it lists."""
-        now = loop_now()
+        """Leave out the members for which a round waited, and await those again that it lists in time."""
+        round = closed.after.round
         awaited = {self._me, *closed.before.members}
-        self._standing.settle("its contribution to a round", view.late_s(closed), awaited, now)
-        self._standing.settle("a manifest that can be followed", view.unread_s(closed), awaited, now)
+        late_s = view.late_s(closed)
+        unread_s = view.unread_s(closed)
+        for what, waited_s in (
+            ("its contribution to a round", late_s),
+            ("a manifest that can be followed", unread_s),
+        ):
+            for member in self._patience.on_late(waited_s.keys(), awaited, round):
+                self._events.emit(Waited(loop_now(), member.hex(), what, waited_s[member]))
         for entry in closed.manifest.entries:
-            self._standing.earn(entry.member, now)
+            if entry.member not in late_s and entry.member not in unread_s:
+                self._patience.on_counted(entry.member)
 
     async def _restore(self, branches: Branches) -> bool:
         """Write the own contribution again if somebody has deleted it; return whether that was so."""
@@ -302,7 +308,7 @@ class ChainFollower:
                 "written again: does somebody's program or a rule of the store delete objects there?"
             )
             logger.warning("%s", text)
-            self._standing.events.emit(Notice(loop_now(), text, logged=True))
+            self._events.emit(Notice(loop_now(), text, logged=True))
         return True
 
     def _own_place(self, branches: Branches) -> StoredObject | None:

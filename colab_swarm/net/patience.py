@@ -1,20 +1,22 @@
 """Patience and back-off: how long to wait for others, whom to leave out and for how long, how often each may ask.
 
-Pure cores: the time is an argument. `colab_swarm.averaging.standing` bounds what a member's delays may cost a run.
+Pure cores: the time is an argument.
 """
 
 import math
 import random
 import statistics
 from collections import OrderedDict, deque
-from collections.abc import Hashable, Iterator
+from collections.abc import Collection, Hashable, Iterator
 from typing import Generic, TypeVar
 
 from colab_swarm.net.peers import PeerId, Peers, remember
 
 K = TypeVar("K")
-# Usual times that `Patience` remembers.
+# Times of a key that `Patience` remembers.
 _REMEMBERED_TIMES = 32
+# Keys of a `Patience`; beyond that the one that has learned nothing for longest is forgotten.
+MAX_KEYS = 4096
 _MOST_ALLOWANCE_S = 5.0
 # Entries of a `LeftOut`; beyond that the oldest failure is forgotten.
 MAX_LEFT_OUT = 4096
@@ -22,28 +24,6 @@ MAX_LEFT_OUT = 4096
 _MAX_FAILURES = 64
 # Sources that a `VisitLimit` remembers; beyond that the one that has been quiet for longest is dropped.
 MAX_SOURCES = 4096
-
-
-class Patience:
-    """The time to wait for a usual event: the median of its last times and five median deviations, within bounds.
-
-    A few liars or stalls among the last `_REMEMBERED_TIMES` change neither. ``seconds`` is ``first_s``
-    until a time is learned, or ``most_s`` if that is None.
-    """
-
-    def __init__(self, least_s: float, most_s: float, first_s: float | None = None) -> None:
-        self._least_s = least_s
-        self._most_s = most_s
-        self._times_s: deque[float] = deque(maxlen=_REMEMBERED_TIMES)
-        self.seconds = most_s if first_s is None else first_s
-
-    def learn(self, seconds: float) -> None:
-        self._times_s.append(seconds)
-        median_s = statistics.median(self._times_s)
-        deviation_s = statistics.median(abs(time_s - median_s) for time_s in self._times_s)
-        # Equal times have no deviation: allow a fifth of the median at least.
-        patience_s = median_s + 5 * max(deviation_s, median_s / 5)
-        self.seconds = min(max(self._least_s, patience_s), self._most_s)
 
 
 def allowance_s(peers: Peers, peer: PeerId) -> float:
@@ -101,6 +81,73 @@ class LeftOut(Generic[K]):
     def ends(self, now: float) -> dict[K, float]:
         """Return the keys that are left out now, and until when."""
         return {key: until for key, (_, until) in self._records.items() if now < until}
+
+
+class Patience(Generic[K]):
+    """How long to wait for each key, a peer as a rule, and whom to leave out for being late.
+
+    The limit of a key follows what it has shown. A key that exceeds it is *left out*: nobody waits for it, for
+    ``left_out_s``, twice as long each further time, at most ``longest_s``. What it gives in time counts, and one
+    counted contribution ends it. ``now`` is monotonic seconds.
+
+    Args:
+        left_out_s: seconds for which a late key is not awaited at first.
+        first_s: the limit of a key of which nothing is known.
+        least_s: the smallest limit of a key.
+        longest_s: bound on the time for which a key is not awaited.
+    """
+
+    def __init__(
+        self, left_out_s: float, *, first_s: float = 5.0, least_s: float = 2.0, longest_s: float = 1800.0
+    ) -> None:
+        self._first_s = first_s
+        self._least_s = least_s
+        self._left_out = LeftOut[K](left_out_s, longest_s)
+        self._times_s: dict[K, deque[float]] = {}
+
+    def learn(self, key: K, seconds: float) -> None:
+        """Remember how long ``key`` took."""
+        times_s = self._times_s.get(key) or deque(maxlen=_REMEMBERED_TIMES)
+        times_s.append(seconds)
+        remember(self._times_s, key, times_s, MAX_KEYS)
+
+    def limit_s(self, key: K) -> float:
+        """Return how long to wait for ``key``: the median of its times and five median deviations.
+
+        It is twice the median at least, as equal times have no deviation. A few stalls among many times change it
+        little.
+        """
+        times_s = self._times_s.get(key)
+        if times_s is None:
+            return self._first_s
+        median_s = statistics.median(times_s)
+        deviation_s = statistics.median(abs(time_s - median_s) for time_s in times_s)
+        return max(median_s + 5 * deviation_s, 2 * median_s, self._least_s)
+
+    def on_late(self, late: Collection[K], awaited: Collection[K], now: float) -> dict[K, float]:
+        """Leave the ``late`` out; return who is left out from now on, and for how many seconds.
+
+        Where more than half of the ``awaited`` are late, this peer among them, its own line is the likely cause:
+        nobody is left out. Do not call this where the own timer was late: this peer slept.
+        """
+        for key in late:
+            # What it has shown no longer holds: a line that has become slow must not be late for good.
+            self._times_s.pop(key, None)
+        if 2 * len(late) > len(awaited):
+            return {}
+        left_out = {}
+        for key in late:
+            seconds = self._left_out.fail(key, now)
+            if seconds is not None:
+                left_out[key] = seconds
+        return left_out
+
+    def is_awaited(self, key: K, now: float) -> bool:
+        return not self._left_out.holds(key, now)
+
+    def on_counted(self, key: K) -> None:
+        """Await ``key`` again: a contribution of it counted."""
+        self._left_out.forgive(key)
 
 
 class VisitLimit:

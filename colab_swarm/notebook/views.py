@@ -19,7 +19,7 @@ from colab_swarm.snapshot import ContributionRow, PeerRow, SwarmSnapshot, speed_
 
 Mark: TypeAlias = tuple[str, str, str]  # hue, symbol and word
 Place: TypeAlias = tuple[float, float]
-ROLES = ("trainer", "catching up", "paused", "idle", "away", "assistant")
+ROLES = ("trainer", "catching up", "paused", "away", "assistant")
 MAX_ON_MAP = 32  # peers; the first page counts all
 # sizes of the map, in pixels
 _MAP_X = 150

@@ -130,8 +130,7 @@ def checkpoint_layers(model: Any) -> None:
 class AlbertSettings:
     """sahajBERT's training settings (DeDLOC, section 4.3); ``lr`` to ``clamp`` are of `Lamb`.
 
-    Its public run had a schedule of 1,000,000 steps and ended after 19,519: its rate hardly fell. A
-    round waits ``matchmaking_timeout_s`` for peers: notebooks need longer than a data centre.
+    Its public run had a schedule of 1,000,000 steps and ended after 19,519: its rate hardly fell.
     """
 
     lr: float = 1.76e-3
@@ -144,7 +143,6 @@ class AlbertSettings:
     total_steps: int = 125_000
     target_batch_size: int = 4096
     compression: str = "float16"
-    matchmaking_timeout_s: float = 10.0
 
 
 SETTINGS = {

@@ -50,11 +50,6 @@ A crashed peer's links break, and other peers notice after a moment. A partition
 silent, as a cut cable does; they break after 30 s, when keep-alive would notice. A lost message
 costs 0.2 s, or a round trip if that is longer.
 
-## Histories
-
-With ``swarm.events.detailed = True`` a peer records its contributions, updates and loaded states, in the file of
-``swarm.record(path)`` too. The package's tests find what is wrong in the histories of all peers.
-
 ## How to use it
 
     with cs.simulate(peers=4, network="home", seed=0) as simulation:

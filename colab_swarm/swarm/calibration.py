@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from colab_swarm.markup import milliseconds, size
-from colab_swarm.training.collaboration import Due
-from colab_swarm.training.settings import TrainingSettings
+from colab_swarm.training.settings import Due, TrainingSettings
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -272,9 +272,9 @@ def trainers(swarm: Swarm) -> dict[PeerId, float]:
         if newest is None:
             records, *_ = swarm.runtime.call(read_participants(swarm.services.dht, f"{swarm.run_id}/{MODEL}"))
         else:
-            swarm.runtime.call(newest.collaboration.rounds.refresh())
+            swarm.runtime.call(newest.rounds.refresh())
     if newest is not None:
-        records = newest.collaboration.progress.known.all
+        records = newest.rounds.view.all
     speeds = {}
     for peer, record in records.items():
         if peer != swarm.id and record.samples_per_s:

@@ -15,10 +15,8 @@ from typing import TYPE_CHECKING, Generic, TypeAlias, TypeVar
 
 from colab_swarm.errors import require
 from colab_swarm.events import (
-    Applied,
     BatchDropped,
     Bottleneck,
-    Contributed,
     Event,
     Notice,
     PeerLeft,
@@ -45,6 +43,7 @@ _MAX_LOSSES = 1000
 _MAX_CONTRIBUTIONS = 20  # rows of the leaderboard
 LOG_LINES = 8
 _SAME_LOSS_S = 1.0  # reports of a lost peer by several services within this time are one event
+_STEPS_BEHIND = 2  # of a peer that is there: one that was stopped stays further behind
 _MAX_NAMES = 1000
 MAX_NAME_CHARS = 40
 _NEVER = float("-inf")
@@ -124,7 +123,7 @@ class Overview:
                     # the first loss stays, as the panel compares with it
                     losses = (*self._losses, (step, loss))
                     self._losses = (losses[0], *losses[1:][1 - _MAX_LOSSES :])
-            case Applied() | Contributed() | BatchDropped(told=False):
+            case BatchDropped(told=False):
                 pass
             case RoundFinished():
                 self._on_round(event)
@@ -188,12 +187,12 @@ class Overview:
         trained = self._trained()
         speeds = {}
         if trained is not None:
-            speeds = trained.collaboration.progress.pace.by_peer(now)
+            speeds = trained.rounds.view.pace.by_peer(now)
         total = self._services.peers.statistics()
         sent_bytes = total.sent_bytes
         received_bytes = total.received_bytes
         for optimizer in self._optimizers.values():
-            bucket_sent_bytes, bucket_received_bytes = optimizer.collaboration.rounds.bucket_bytes
+            bucket_sent_bytes, bucket_received_bytes = optimizer.rounds.bucket_bytes
             sent_bytes += bucket_sent_bytes
             received_bytes += bucket_received_bytes
         snapshot = SwarmSnapshot(
@@ -227,19 +226,18 @@ class Overview:
 
     def _with_training(self, snapshot: SwarmSnapshot, trained: "SwarmOptimizer", now: float) -> SwarmSnapshot:
         """Return the snapshot with the progress of the model that this peer trains."""
-        progress = trained.collaboration.progress
-        eta_s = progress.forecast.seconds_to_batch(now)
-        there = progress.known.there.values()
+        view = trained.rounds.view
+        eta_s = view.seconds_to_batch(now)
         return replace(
             snapshot,
             state="training",
-            step=progress.known.own.step,
-            samples_per_s=progress.pace.samples_per_s(now),
-            compute_samples_per_s=sum(record.samples_per_s for record in there),
-            target_batch_size=progress.forecast.round_samples,
+            step=view.own.step,
+            samples_per_s=view.pace.samples_per_s(now),
+            compute_samples_per_s=view.samples_per_s(),
+            target_batch_size=view.round_samples,
             forecast=self._forecast(),
-            accumulated=sum(record.samples for record in there),
-            own_samples_per_s=progress.pace.by_peer(now).get(progress.known.me, 0.0),
+            accumulated=view.samples(now),
+            own_samples_per_s=view.pace.by_peer(now).get(view.me, 0.0),
             computing=trained.times.share(now),
             eta_s=None if eta_s == float("inf") else eta_s,
         )
@@ -276,7 +274,7 @@ class Overview:
             return Invite.parse(text, now=0.0).key.id
         names = dict.fromkeys(self._services.peers.linked(), "")
         for optimizer in self._optimizers.values():
-            for peer, record in optimizer.collaboration.progress.known.all.items():
+            for peer, record in optimizer.rounds.view.all.items():
                 names[peer] = record.name
         matches = []
         for peer, name in names.items():
@@ -292,8 +290,8 @@ class Overview:
         """Return the trainers and the assistants: of the model trained here, else as last read."""
         trained = self._trained()
         if trained is not None:
-            known = trained.collaboration.progress.known
-            return dict(known.all), dict(known.assistants)
+            view = trained.rounds.view
+            return dict(view.all), dict(view.assistants)
         reading = None if self._trainers is None else self._trainers.look(now)
         if reading is None:
             return {}, {}
@@ -350,7 +348,7 @@ def peer_rows(
         step = trainers[peers.id].step
     for peer, record in sorted(trainers.items()):
         role = _role(record, step)
-        trains = not record.absent and role != "away"
+        trains = not record.paused and role != "away"
         rows[peer] = replace(
             _row(peers, peer, record.name, role, bool(record.addresses), now),
             step=record.step,
@@ -371,13 +369,11 @@ def peer_rows(
 
 
 def _role(record: ProgressRecord, step: int) -> str:
-    if record.idle and not record.paused:
-        return "idle"
     if record.syncing:
         return "catching up"
     if record.paused:
         return "paused"
-    return "trainer" if record.there(step) else "away"
+    return "trainer" if record.step >= step - _STEPS_BEHIND else "away"
 
 
 def _row(peers: Peers, peer: PeerId, name: str, role: str, reachable: bool | None, now: float) -> PeerRow:

@@ -75,8 +75,8 @@ class ScriptLines:
                 self._attendance.reasons[event.peer] = event.reason
             elif _is_news(event):
                 _say(describe(event, names))
-        known = self._optimizer.collaboration.progress.known
-        there = {peer: record.name for peer, record in known.there.items() if peer != known.me}
+        view = self._optimizer.rounds.view
+        there = {peer: record.name for peer, record in view.there.items() if peer != view.me}
         for line in self._attendance.look(there):
             _say(line)
 

@@ -258,7 +258,7 @@ class Swarm(contextlib.AbstractContextManager["Swarm"]):
         line_bps = links.upload_bps, links.download_bps
         for optimizer in self.optimizers.values():
             # Its rounds have measured more.
-            line_bps = optimizer.collaboration.rounds.line_bps
+            line_bps = optimizer.rounds.line_bps
         linked = len(self.services.peers.linked()) + 1
         return plan_communication(
             model,
@@ -570,7 +570,7 @@ class Swarm(contextlib.AbstractContextManager["Swarm"]):
         """End like a killed process. For simulated crashes, on the runtime's loop."""
         self.left = True
         for optimizer in self.optimizers.values():
-            optimizer.collaboration.kill()
+            optimizer.rounds.kill()
         for part in (*self.elastic.values(), self.assistant, self._experts):
             if part is not None:
                 part.kill()
@@ -597,4 +597,4 @@ class Swarm(contextlib.AbstractContextManager["Swarm"]):
 async def _on_gate(optimizers: "Mapping[str, SwarmOptimizer]") -> None:
     """Let the others know at once that this peer was paused or continues."""
     for optimizer in list(optimizers.values()):  # other threads may add one meanwhile
-        optimizer.collaboration.on_gate()
+        optimizer.rounds.on_gate()

@@ -5,8 +5,8 @@ A `Manifest` has the BLAKE3 hash of each chunk of it; its own is the *root*, whi
 
 Fetching. One worker per donor takes chunks from a common queue, and asks for twice as many after
 each quick answer. A chunk is accepted by its hash and length only: a donor that lies, stalls or
-vanishes costs the chunks in flight, which the others send again. Once the others have nothing left to
-do, a donor has as long as it has earned.
+vanishes costs the chunks in flight, which the others send again. Once another donor has nothing left to
+request, a donor has `SILENCE_S` for those in flight.
 """
 
 import asyncio
@@ -23,6 +23,7 @@ from blake3 import blake3
 from numpy.typing import NDArray
 
 from colab_swarm.errors import PeerError, StateError, require
+from colab_swarm.net.patience import allowance_s
 from colab_swarm.net.peers import (
     MAX_PAYLOAD_BYTES,
     Buffer,
@@ -47,6 +48,7 @@ ALIGNMENT_BYTES = 64
 MAX_DIMENSIONS = 64  # of a tensor, as in numpy
 REQUEST_CHUNKS = 8
 CHUNK_TIMEOUT_S = 30.0  # for the chunks of one request to a donor, and for the first contact with it
+SILENCE_S = 5.0  # for a donor, once another one has answered, or has nothing left to send
 QUICK_S = CHUNK_TIMEOUT_S / 8  # after a request that took less, the next one has twice as many chunks
 
 Blob: TypeAlias = NDArray[np.uint8]
@@ -244,11 +246,16 @@ async def receive_chunk(
     return payload
 
 
+def silence_s(peers: Peers, donors: Iterable[PeerId]) -> float:
+    """Return how long to wait for these donors while others wait: `SILENCE_S`, and more over slow lines."""
+    return SILENCE_S + max((allowance_s(peers, donor) for donor in donors), default=0.0)
+
+
 class ChunkDownload:
     """The chunks of one manifest, from any number of donors; it survives the loss of all of them.
 
     ``request(digests)`` makes the message that opens a stream of chunks. `run` fills ``blob``;
-    ``used`` are the donors that sent chunks, ``waited_s`` is for how long the last ones were awaited alone.
+    ``used`` are the donors that sent chunks.
     """
 
     def __init__(
@@ -258,12 +265,8 @@ class ChunkDownload:
         self._manifest = manifest
         self._request = request
         self._queue = list(reversed(range(manifest.chunks)))
-        # The limit of each donor's request, while it has one, and since when another donor has nothing to do.
-        self._limits: dict[PeerId, asyncio.Timeout] = {}
-        self._idle_since = math.inf
         self.blob: Blob = np.empty(manifest.size_bytes, np.uint8)
         self.used: set[PeerId] = set()
-        self.waited_s: dict[PeerId, float] = {}
 
     def fill(self, read: Callable[[bytes], bytes | None]) -> None:
         """Take the chunks that ``read(digest)`` returns; it may block: call this off the event loop."""
@@ -276,56 +279,57 @@ class ChunkDownload:
                 self._put(chunk, data)
         self._queue = missing
 
-    async def run(
-        self,
-        donors: Iterable[PeerId],
-        timeout_s: float = CHUNK_TIMEOUT_S,
-        patience_s: Callable[[PeerId], float] = lambda donor: CHUNK_TIMEOUT_S,
-    ) -> None:
+    async def run(self, donors: Iterable[PeerId], timeout_s: float = CHUNK_TIMEOUT_S) -> None:
         """Fetch the missing chunks; raises StateError, and may run again, if all donors are lost.
 
-        ``timeout_s`` is for one request for some chunks. Once another donor has nothing left to do, the request
-        lasts for ``patience_s(donor)`` more.
+        ``timeout_s`` is for one request for some chunks.
         """
         left = [*donors]
         while self._queue and left:  # the remaining donors send the chunks of a lost one
-            self._idle_since = math.inf
-            kept = await asyncio.gather(*(self._work(donor, timeout_s, patience_s) for donor in left))
-            left = [donor for donor, works in zip(left, kept, strict=True) if works]
+            left = await self._fetch_from(left, timeout_s)
         missing = f"{len(self._queue)} of {self._manifest.chunks} chunks did not arrive"
         require(not self._queue, missing, StateError)
 
-    async def _work(self, donor: PeerId, timeout_s: float, patience_s: Callable[[PeerId], float]) -> bool:
+    async def _fetch_from(self, donors: list[PeerId], timeout_s: float) -> list[PeerId]:
+        """Empty the queue once; return the donors that were not lost meanwhile."""
+        workers = {asyncio.create_task(self._work(donor, timeout_s)): donor for donor in donors}
+        pending = set(workers)
+        limit_s: float | None = None
+        try:
+            while pending:
+                done, pending = await asyncio.wait(
+                    pending, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED
+                )
+                if not done:
+                    break
+                if any(worker.result() for worker in done):
+                    limit_s = silence_s(self._peers, map(workers.__getitem__, pending))
+        finally:
+            for worker in pending:
+                worker.cancel()
+            await asyncio.gather(*pending, return_exceptions=True)
+        return [donor for worker, donor in workers.items() if worker not in pending and worker.result()]
+
+    async def _work(self, donor: PeerId, timeout_s: float) -> bool:
+        """Request chunks of one donor until the queue is empty; return False if it is lost."""
         count = 1
         now = asyncio.get_running_loop().time
         while self._queue:
-            pending = [self._queue.pop() for _ in range(min(count, len(self._queue)))]
+            requested = [self._queue.pop() for _ in range(min(count, len(self._queue)))]
             began = now()
             try:
-                async with asyncio.timeout(timeout_s) as self._limits[donor]:
-                    await self._fetch(donor, pending)
-                if now() - began < QUICK_S:
-                    count = min(2 * count, REQUEST_CHUNKS)
-                else:
-                    count = 1
+                async with asyncio.timeout(timeout_s):
+                    await self._fetch(donor, requested)
             except (PeerError, TimeoutError, StateError) as error:
                 logger.info("donor %s dropped: %s", short(donor), error)
                 return False
             finally:  # cancelled, too
-                self._queue += pending
-                del self._limits[donor]
-                if self._idle_since < now():
-                    self.waited_s[donor] = now() - self._idle_since
-        self._on_idle(patience_s, now())
+                self._queue += requested
+            if now() - began < QUICK_S:
+                count = min(2 * count, REQUEST_CHUNKS)
+            else:
+                count = 1
         return True
-
-    def _on_idle(self, patience_s: Callable[[PeerId], float], now: float) -> None:
-        """A donor has nothing left to do: do not wait for the others any longer than they have earned."""
-        self._idle_since = min(self._idle_since, now)
-        for donor, limit in self._limits.items():
-            until = now + patience_s(donor)
-            if not limit.expired() and until < (limit.when() or math.inf):
-                limit.reschedule(until)
 
     async def _fetch(self, donor: PeerId, pending: list[int]) -> None:
         request = self._request(tuple(map(self._manifest.digest, pending)))

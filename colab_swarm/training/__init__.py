@@ -19,44 +19,46 @@ tensors are matched by name, and the change of the model's statistics (BatchNorm
 by the same weights. Other buffers, in modules with an integer or a flag, each peer keeps; a late joiner takes them
 from its donor, and so frozen parameters that change, such as a teacher's.
 
-Each peer publishes its progress in the DHT. All peers add up the samples and know when the batch is full. A called
-peer finishes its micro-batch and joins. `colab_swarm.averaging` describes the round itself.
+One peer, the *organizer*, hands out the batch: each peer is granted so many samples of it, by what it has shown, so
+that all end at about the same time. A peer reports what it has counted; what one that vanished or paused had not
+counted is granted to the others. When the batch is full the group has formed. `colab_swarm.averaging` describes this,
+and the round itself. Each peer also publishes a record in the DHT: those that join, and those that lost the organizer,
+find the others by it.
 
 ## Records and messages
 
 | type | where | content |
 |---|---|---|
-| `ProgressRecord` | DHT | step, lineage, samples, speed, syncing, paused or idle, addresses, loss, agreement |
+| `ProgressRecord` | DHT | step, lineage, samples, speed, syncing, paused, organizer, addresses, loss, agreement |
 | `AssistantRecord` | DHT, signed | this peer reduces and passes on the state for these collaborations |
 | `DescribeState` -> `Manifest` | call | step and lineage of the state, its layout, digests of its chunks |
 | `FetchState` -> `StateChunk` … | stream | chunks of the snapshot with this root |
 
-## States of a trainer
+## What a trainer does
 
-    joining, catching up --(no other peer, or equal parameters)--> computing --batch full--> averaging --> applying
-       ^                                                             |  ^                      |              |
-       '--------------------- behind: catch up <---------------------'  '------ no mean -------'--- the mean -'
+    catching up --(no other peer, or equal parameters)--> computing --share used up--> ready --group--> contributing
+       ^                                                   ^    ^                        |                  |
+       |                                                   |    '--- granted more -------'                  |
+       '------------------ behind --------------------------'--------------- the mean, or none -------------'
 
-The table of states and events is in `trainer_state`.
-
-- **Lineage** and **branch** name the parameters that most of the swarm holds, and **votes** elect them: see `election`.
-  A round admits one step of one lineage. A trainer is idle, and has no vote, after 10 of its own micro-batches' time,
-  120 s at least, without a micro-batch. It catches up before it trains again.
+- **Lineage** and **branch** name the parameters that most of the swarm holds: see `view`. A round admits one step of
+  one lineage. A trainer that computes nothing is soon awaited no more. Its peer follows the rounds meanwhile, and it
+  takes the missed steps before it trains on.
 - **Agreement.** A record says, in words, what must be equal at all peers: the trained tensors with their names, a
   digest of the frozen ones, an adapter's scale, optimizer, learning rate, batch size, unit of weight, compression. A
-  peer that differs from most votes on the branch is refused with both values before it trains (`MismatchError`). Once
+  peer that differs from most peers on the branch is refused with both values before it trains (`MismatchError`). Once
   it has averaged with others, no record can refuse it. The agreement is in each round's schema, so peers that differ
   never share a round.
 - **Catching up.** The state arrives in chunks of 256 KiB or more, from four donors at once, each chunk checked by its
-  hash; donors train on meanwhile. The late joiner follows the rounds, however long the download takes: see
-  `catch_up`.
+  hash; donors train on meanwhile. The late joiner follows the rounds with weight 0, however long the
+  download takes.
 
 ## Times
 
-A peer publishes a record every 60 s at least; it is forgotten after four times as long. A round waits 5 s for peers
-that do not answer (`matchmaking_timeout_s`), and 60 s for those that announced to finish a batch. Matchmaking
-takes 180 s at most, and averaging 120 s or, over slow lines, three times its forecast. See
-`colab_swarm.training.settings.TrainingSettings`.
+A peer publishes a record every 2 s at first, and every 30 s in a run; it is forgotten after four times as long. It
+reports to the organizer each second while it computes. A peer whose count stands still for longer than it has shown
+(5 s while nothing is known) is not awaited. Averaging takes 120 s at most or, over slow lines, three times its
+forecast.
 
 ## Failures
 
@@ -120,10 +122,10 @@ with the swarm's, as far as it knows.
 
 | DeDLOC ([arXiv 2106.10207](https://arxiv.org/abs/2106.10207)) | module |
 |---|---|
-| section 3.1: own pace, one step per target batch | `forecast`, `gradients`, `collaboration` |
+| section 3.1: own pace, one step per target batch | `colab_swarm.averaging.grants`, `gradients`, `trainer` |
 | section 3.2: rounds, delayed updates (after ZeRO-Offload) | `link_rounds`, `trainer`, `replica` |
 | auxiliary peers | `assistant`, `state` |
-| late joiners get the state from peers | `state`, `catch_up` |
+| late joiners get the state from peers | `state`, `link_rounds` |
 | section 4.3: sahajBERT | `colab_swarm.recipes`, `notebooks/sahajbert.ipynb` |
 
 `layerwise` has LAMB, [arXiv 1904.00962](https://arxiv.org/abs/1904.00962), and LARS, [arXiv

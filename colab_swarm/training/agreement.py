@@ -16,9 +16,9 @@ from colab_swarm.training.records import MAX_PAIR_TEXT
 from colab_swarm.training.replica import Replica
 from colab_swarm.training.settings import TrainingSettings
 
-# What is no option of a group, and options that say how a step is computed, not what it does.
 FROZEN_BASE = "frozen base"
-_ADAPTER_OPTIONS = (
+# Of PEFT; names and shapes of tensors tell the others.
+_LORA_OPTIONS = (
     "r",
     "lora_alpha",
     "alpha",
@@ -27,7 +27,8 @@ _ADAPTER_OPTIONS = (
     "use_dora",
     "rank_pattern",
     "alpha_pattern",
-)  # of PEFT; names and shapes of tensors tell the others
+)
+# What is no option of a group, and options that say how a step is computed, not what it does.
 _NOT_COMPARED = frozenset({"params", "param_names", "foreach", "fused", "capturable", "differentiable"})
 
 
@@ -48,28 +49,20 @@ def agreement_of(
         "optimizer": type(rule.optimizer).__name__,
         "optimizer options": _options(rule.optimizer, rule.scheduler, replica.name_by_id),
         "learning rate": _learning_rates(rule.optimizer),
-        "scheduler": "",
-        "max_grad_norm": "",
+        "scheduler": type(rule.scheduler).__name__ if rule.scheduler else "",
+        "max_grad_norm": f"{rule.max_grad_norm:g}" if rule.max_grad_norm else "",
         "target_batch_size": f"{settings.target_batch_size:g}",
         "weight_unit": settings.weight_unit,
-        "local_steps": "",
+        "local_steps": f"{settings.local_steps}" if rule.local else "",
         "compression": settings.compression,
         "mean_compression": settings.mean_compression,
     }
-    if rule.scheduler:
-        values["scheduler"] = type(rule.scheduler).__name__
-    if rule.max_grad_norm:
-        values["max_grad_norm"] = f"{rule.max_grad_norm:g}"
-    if rule.local:
-        values["local_steps"] = f"{settings.local_steps}"
     return tuple((name, value) for name, value in values.items() if value)
 
 
 def _learning_rates(optimizer: Optimizer) -> str:
     """Return the different learning rates before any scheduler, lowest first."""
-    rates = set()
-    for group in optimizer.param_groups:
-        rates.add(float(group.get("initial_lr", group.get("lr", 0.0))))
+    rates = {float(group.get("initial_lr", group.get("lr", 0.0))) for group in optimizer.param_groups}
     return ", ".join(f"{rate:g}" for rate in sorted(rates))
 
 
@@ -129,12 +122,8 @@ def _adapters(model: torch.nn.Module | None) -> str:
     adapters: Mapping[str, Any] = getattr(getattr(model, "module", model), "peft_config", {})
     texts = []
     for name, config in sorted(adapters.items()):
-        text = name
-        for option in _ADAPTER_OPTIONS:
-            value = getattr(config, option, None)
-            if value:
-                text += f" {option}={_plain(value)}"
-        texts.append(text)
+        options = {option: getattr(config, option, None) for option in _LORA_OPTIONS}
+        texts.append(" ".join([name, *(f"{key}={_plain(value)}" for key, value in options.items() if value)]))
     if not texts:
         return ""
     text = ", ".join(texts)

@@ -10,18 +10,19 @@ import os
 from collections.abc import Awaitable, Callable
 from functools import partial
 
-from colab_swarm.averaging.group import MAX_TEXT, GroupFormationSettings, RoundTerms, Ticket
-from colab_swarm.averaging.matchmaking import Matchmaker
-from colab_swarm.averaging.memory import SwarmView
+from colab_swarm.averaging.forming import FormationSettings
+from colab_swarm.averaging.group import MAX_TEXT, Group, RoundTerms, Ticket
+from colab_swarm.averaging.rendezvous import Rendezvous
+from colab_swarm.averaging.strategy import AdaptiveShares
 from colab_swarm.dht.service import BackgroundTasks
 from colab_swarm.errors import PeerError
-from colab_swarm.net.peers import PeerId
+from colab_swarm.net.peers import Contact, PeerId
 from colab_swarm.runtime import Runner, loop_now
 from colab_swarm.tensors.chunks import Snapshot
-from colab_swarm.training.progress import WATCHING, Progress
 from colab_swarm.training.records import AssistantRecord, assistants_key
-from colab_swarm.training.settings import HEAVIEST, ROUND_TIMEOUT_S, LinkBandwidth, PeerServices
+from colab_swarm.training.settings import LinkBandwidth, PeerServices
 from colab_swarm.training.state import Mirror
+from colab_swarm.training.view import WATCHING, SwarmView
 
 logger = logging.getLogger(__name__)
 
@@ -30,10 +31,8 @@ _TTL_S = 4 * PUBLISH_S
 _FRESH_S = 1.0  # older records are read again before peers are invited to a round
 IDLE_S = 900.0
 _MAX_ROUNDS = 4  # of one collaboration at once
-_MOST_OF_A_VOUCHER = 2  # of those, to which none but peers of one voucher call
 _UNKNOWN_MEMORY_BYTES = 8 << 30
 _VECTORS_IN_MEMORY = 4  # two rounds', and a reserve; a larger model is refused
-_MATCHMAKING = GroupFormationSettings(window_s=5.0, slack_s=5.0, heaviest=HEAVIEST)
 
 
 async def _nothing_stored(_prefix: str) -> Snapshot | None:
@@ -59,7 +58,7 @@ class Assistant:
         self._runtime = runtime
         self._services = services
         self._stored = stored
-        self._run_id = run_id
+        self.run_id = run_id
         self._name = name
         self._only = "" if collaboration is None else f"{run_id}/{collaboration}"
         self.rounds = 0  # in which it reduced
@@ -71,7 +70,7 @@ class Assistant:
         """Publish to the run that this peer assists; raises `ValueError` if it does so already."""
         self._services.router.assist(self.enter, self.leave)
         # No collaboration has the run's own name: this part serves the messages that lead to `enter`.
-        self._parts[""] = _Part(self, self._services, self._run_id, self._stored)
+        self._parts[""] = _Part(self, self._services, self.run_id, self._stored)
         await self._publish(ttl_s=_TTL_S)
         self._tasks.every(PUBLISH_S, self._keep_publishing)
 
@@ -110,11 +109,11 @@ class Assistant:
     async def _publish(self, *, ttl_s: float) -> None:
         peers = self._services.peers
         record = AssistantRecord(self._name, peers.contact.addresses, self._only, peers.time())
-        await self._services.dht.publish(assistants_key(self._run_id), record, ttl_s=ttl_s)
+        await self._services.dht.publish(assistants_key(self.run_id), record, ttl_s=ttl_s)
 
     def enter(self, prefix: str) -> None:
         """Start to help a collaboration whose message arrived."""
-        wanted = prefix == self._only if self._only else prefix.startswith(f"{self._run_id}/")
+        wanted = prefix == self._only if self._only else prefix.startswith(f"{self.run_id}/")
         if wanted and len(prefix) <= MAX_TEXT:
             if len(self._parts) > 16:
                 self.leave(min(filter(None, self._parts), key=lambda other: self._parts[other].used_at))
@@ -126,7 +125,9 @@ class Assistant:
             part.close()
 
 
-class _Part(SwarmView):
+class _Part:
+    """An assistant's part in one collaboration: it stands at the organizer, or organizes, and reduces."""
+
     def __init__(
         self,
         assistant: Assistant,
@@ -137,91 +138,78 @@ class _Part(SwarmView):
         self.used_at = loop_now()
         self._assistant = assistant
         self._services = services
-        self._prefix = prefix
-        self._progress = Progress(services.peers.id, WATCHING, prefix)
+        self._view = SwarmView(services.peers.id, WATCHING, prefix)
         self._bandwidth = LinkBandwidth(services.peers)
         self._read_at = float("-inf")
-        self._rounds: dict[tuple[int, bytes], asyncio.Task[None]] = {}
-        # Who called to each of these rounds.
-        self._callers: dict[tuple[int, bytes], set[PeerId]] = {}
-        self._matchmaker = Matchmaker(
-            services.router,
-            prefix,
-            self,
-            settings=_MATCHMAKING,
-        )
+        self._rounds: set[asyncio.Task[None]] = set()
+        settings = FormationSettings(RoundTerms(prefix, 0, b"", 0), 0.0, AdaptiveShares())
+        self._rendezvous = Rendezvous(services.router, prefix, settings, self)
+        self._offer()
         self._mirror = Mirror(services.router, prefix, partial(stored, prefix), self._donors)
         self._stop_listening = services.peers.on_lost(self._on_lost)
+        if prefix != assistant.run_id:
+            self._rendezvous.start()
 
     def close(self) -> None:
         self._stop_listening()
-        self._matchmaker.close()
+        self._rendezvous.close()
         self._mirror.close()
-        for task in self._rounds.values():
+        for task in self._rounds:
             task.cancel()
-        self._services.averager.forget(self._prefix)
+        self._services.averager.forget(self._view.prefix)
 
-    def on_called(self, terms: RoundTerms, caller: PeerId) -> float | None:
-        self.used_at = loop_now()
-        if terms.key not in self._rounds:
-            self._make_room(caller)
-            if len(self._rounds) >= _MAX_ROUNDS or _VECTORS_IN_MEMORY * 4 * terms.numel > _memory_bytes():
-                return None
-            self._rounds[terms.key] = asyncio.create_task(self._take_part(terms), name=f"assist {terms.step}")
-        # Its own organizer asks as well.
-        self._callers.setdefault(terms.key, set()).update({caller} - {self._services.peers.id})
-        return 0.0
+    def _offer(self) -> None:
+        """Say what this peer can reduce."""
+        peers = self._services.peers
+        terms = self._rendezvous.settings.terms
+        reduces = bool(peers.contact.addresses)
+        self._rendezvous.share.assistant = Ticket(
+            terms, 0.0, reduces, *self._bandwidth.known(), assists=True, metered=peers.metered
+        )
 
-    def _make_room(self, caller: PeerId) -> None:
-        """Leave rounds to which only the caller's voucher called: it may invent any number."""
-        voucher_of = self._services.peers.voucher_of
-        kin = []
-        for key, callers in self._callers.items():
-            if set(map(voucher_of, callers)) == {voucher_of(caller)}:
-                kin.append(key)
-        kin.sort(key=lambda key: len(self._callers[key]))
-        for key in kin[: 1 - _MOST_OF_A_VOUCHER]:
-            self._rounds.pop(key).cancel()
-            del self._callers[key]
-
-    async def _take_part(self, terms: RoundTerms) -> None:
-        began_at = loop_now()
-        reduces = bool(self._services.peers.contact.addresses)
-        metered = self._services.peers.metered
-        ticket = Ticket(terms, 0.0, reduces, *self._bandwidth.known(), assists=True, metered=metered)
-        try:
-            group = await self._matchmaker.join(ticket, self._known(*terms.key), loop_now() + ROUND_TIMEOUT_S)
-            result = await self._services.averager.reduce(group)
-            self._bandwidth.on_round(result)
-        except (PeerError, MemoryError) as error:
-            logger.debug("not in the round of step %d: %s", terms.step, error)
-        else:
-            self._assistant.rounds += 1
-            self._services.events.emit(result.event(began_at=began_at, now=loop_now()))
-        finally:
-            if self._rounds.get(terms.key) is asyncio.current_task():
-                del self._rounds[terms.key]
-                del self._callers[terms.key]
-
-    async def expected(self, step: int, lineage: bytes) -> list[PeerId]:
+    async def organizers(self) -> list[Contact]:
         await self._read()
-        return self._known(step, lineage)
+        return self._view.organizers(self._services.peers.contact)
 
-    def believed_s(self, peer: PeerId) -> float:
-        return self._progress.forecast.believed_s(peer)
+    def live(self) -> set[PeerId]:
+        return self._view.live(self._services.peers.linked())
 
-    def _known(self, step: int, lineage: bytes) -> list[PeerId]:
-        assistants = self._progress.known.assistants.keys() & self._services.peers.linked()
-        known = self._progress.known.participants(step, lineage)  # a record may be late
-        return sorted(known | assistants | self._matchmaker.likely(step, lineage))
+    def helpers(self) -> set[PeerId]:
+        return self._view.other_organizers
+
+    def on_granted(self) -> None:
+        """Do nothing: it computes nothing."""
+
+    def on_group(self, group: Group, *, contributes: bool) -> None:
+        self.used_at = loop_now()
+        own = group.index_of(self._services.peers.id)
+        if own is None or not group.members[own].share:
+            return
+        too_large = _VECTORS_IN_MEMORY * 4 * group.terms.numel > _memory_bytes()
+        if len(self._rounds) < _MAX_ROUNDS and not too_large:
+            task = asyncio.create_task(self._reduce(group), name=f"assist {group.terms.step}")
+            self._rounds.add(task)
+            task.add_done_callback(self._rounds.discard)
+
+    async def _reduce(self, group: Group) -> None:
+        began_at = loop_now()
+        try:
+            result = await self._services.averager.reduce(group)
+        except (PeerError, MemoryError) as error:
+            logger.debug("not in the round of step %d: %s", group.terms.step, error)
+            return
+        self._bandwidth.on_round(result)
+        self._offer()
+        self._assistant.rounds += 1
+        self._services.events.emit(result.event(began_at=began_at, now=loop_now()))
 
     def _on_lost(self, peer: PeerId) -> None:
-        self._progress.known.on_lost(peer, now=loop_now())
+        self._view.on_lost(peer, swarm_now=self._services.peers.time())
 
     async def _donors(self) -> list[PeerId]:
         self.used_at = loop_now()
         await self._read()
-        donors = sorted(self._progress.election.branch().peers)
+        donors = sorted(self._view.branch().peers)
         # In the order of ids, the same member would be asked each time.
         self._services.rng.shuffle(donors)
         return donors
@@ -231,10 +219,10 @@ class _Part(SwarmView):
             return
         try:  # after a timeout the old ones must do
             async with asyncio.timeout(3.0):
-                await self._progress.refresh(self._services.dht, self._services.peers)
+                await self._view.refresh(self._services.dht, self._services.peers)
             self._read_at = loop_now()
         except (PeerError, TimeoutError) as error:
-            logger.info("progress of %s not read: %s", self._prefix, error)
+            logger.info("records of %s not read: %s", self._view.prefix, error)
 
 
 def _memory_bytes() -> int:

@@ -5,6 +5,7 @@ nor have the buffers beside it in its module. So each peer keeps these as its mo
 joins takes them whole from a donor.
 """
 
+import itertools
 from collections.abc import Iterable
 
 import torch
@@ -22,8 +23,7 @@ class Buffers:
     """The saved buffers of a model, and the swarm's copies of them.
 
     Attributes:
-        names: of the buffers in the model; fixed. None without a model.
-        averaged: whether rounds average each one.
+        averaged: whether rounds average each one, by its name in the model; fixed. Empty without a model.
         shared: the swarm's copies, in main memory. `add` and `load` change them; those that are not averaged are
             copied at each contribution.
         numel: how many values the averaged ones have.
@@ -31,10 +31,8 @@ class Buffers:
 
     def __init__(self, model: torch.nn.Module | None) -> None:
         self._model = model
-        self.names = buffer_names(model)
+        self.averaged = averaged_by_name(model)
         self.shared = [host_copy(buffer.detach()) for buffer in self.live]
-        averaged = averaged_buffers(model)
-        self.averaged = [name in averaged for name in self.names]
         self.numel = sum(buffer.numel() for buffer in self._statistics(self.shared))
         # What `show` has to copy to the model.
         self._averages_changed = False
@@ -43,14 +41,14 @@ class Buffers:
     @property
     def live(self) -> list[torch.Tensor]:
         """The model's own buffers, with which it computes."""
-        return buffers_of(self._model, self.names)
+        return buffers_of(self._model, self.averaged)
 
     def _statistics(self, buffers: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-        return [buffer for buffer, averaged in zip(buffers, self.averaged, strict=True) if averaged]
+        return list(itertools.compress(buffers, self.averaged.values()))
 
     def check(self) -> None:
         """Raise `RuntimeError` if a buffer of the model has another size than at the beginning."""
-        for name, live, shared in zip(self.names, self.live, self.shared, strict=True):
+        for name, live, shared in zip(self.averaged, self.live, self.shared, strict=True):
             require(
                 live.shape == shared.shape,
                 f"buffer {name} had the shape {tuple(shared.shape)} and has {tuple(live.shape)}: peers share buffers "
@@ -64,7 +62,7 @@ class Buffers:
 
         A statistic that began at infinity has no change: its value itself is written, and 0 for what is not finite.
         """
-        for live, shared, averaged in zip(self.live, self.shared, self.averaged, strict=True):
+        for live, shared, averaged in zip(self.live, self.shared, self.averaged.values(), strict=True):
             if not averaged:
                 shared.copy_(to_host(live))
         statistics = self._statistics(self.shared)
@@ -93,7 +91,7 @@ class Buffers:
 
     @torch.no_grad()
     def load(self, buffers: Iterable[torch.Tensor]) -> None:
-        """Take a donor's buffers, in the order of ``names``; `show` brings all of them to the model."""
+        """Take a donor's buffers, in the order of ``averaged``; `show` brings all of them to the model."""
         for shared, loaded in zip(self.shared, buffers, strict=True):
             shared.copy_(loaded)
         self._all_changed = True
@@ -101,38 +99,39 @@ class Buffers:
     @torch.no_grad()
     def show(self) -> None:
         """Copy what has changed in the swarm's copies to the model."""
-        for live, shared, averaged in zip(self.live, self.shared, self.averaged, strict=True):
+        for live, shared, averaged in zip(self.live, self.shared, self.averaged.values(), strict=True):
             if self._all_changed or (averaged and self._averages_changed):
                 copy_in(shared, live)
         self._averages_changed = False
         self._all_changed = False
 
 
-def buffer_names(model: torch.nn.Module | None) -> list[str]:
-    """Return the names of the saved buffers, in the model's order."""
+def averaged_by_name(model: torch.nn.Module | None) -> dict[str, bool]:
+    """Return the names of the saved buffers, in the model's order, and whether each one is averaged.
+
+    That are statistics: floats without integers or flags beside them.
+    """
     if model is None:
-        return []
+        return {}
     saved = model.state_dict().keys()
-    return [name for name, buffer in model.named_buffers() if name in saved and _can_be_sent(buffer)]
-
-
-def averaged_buffers(model: torch.nn.Module | None) -> set[str]:
-    """Return the names of the buffers that are statistics: floats without integers or flags beside them."""
-    names: set[str] = set()
-    if model is None:
-        return names
+    has_statistics = {}
     for path, module in model.named_modules():
         own = {name: buffer for name, buffer in module.named_buffers(recurse=False) if _can_be_sent(buffer)}
-        if all(buffer.is_floating_point() or name == _COUNT for name, buffer in own.items()):
-            names.update(f"{path}.{name}".lstrip(".") for name in own)
-    return names
+        has_statistics[path] = all(
+            buffer.is_floating_point() or name == _COUNT for name, buffer in own.items()
+        )
+    averaged = {}
+    for name, buffer in model.named_buffers():
+        if name in saved and _can_be_sent(buffer):
+            averaged[name] = has_statistics[name.rpartition(".")[0]]
+    return averaged
 
 
 def _can_be_sent(buffer: torch.Tensor) -> bool:
     return str(buffer.dtype).removeprefix("torch.") in KINDS and buffer.layout is torch.strided
 
 
-def buffers_of(model: torch.nn.Module | None, names: list[str]) -> list[torch.Tensor]:
+def buffers_of(model: torch.nn.Module | None, names: Iterable[str]) -> list[torch.Tensor]:
     """Return the model's present buffers; ``model.to(…)`` makes new ones."""
     if model is None:
         return []

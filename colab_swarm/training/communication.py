@@ -14,7 +14,6 @@ from colab_swarm.averaging.strategy import encoded_bytes, mean_bytes, plan_round
 from colab_swarm.errors import require
 from colab_swarm.net.peers import PeerId
 from colab_swarm.tensors.codecs import mean_codec_for
-from colab_swarm.training.election import most_voted
 from colab_swarm.training.records import Agreement, ProgressRecord
 
 if TYPE_CHECKING:
@@ -60,16 +59,6 @@ class Forecast:
         """Sent, and about as much received."""
         return self.sent_bytes * self.steps_per_hour / float(self.options.get("local_steps", 1)) / 1e6
 
-    def figures(self) -> tuple[str, str, str, str, str]:
-        """Return a row of the table, without the name."""
-        return (
-            f"{self.round_s:.3g}",
-            f"{self.mb_per_hour:,.3g}",
-            f"{self.waits:.0%}",
-            f"{self.steps_per_hour:,.0f}",
-            f"{self.worth_per_hour:,.0f}",
-        )
-
 
 @dataclass(frozen=True)
 class Communication:
@@ -89,7 +78,16 @@ class Communication:
             mark = "  "
             if forecast == self.chosen:
                 mark = "> "
-            rows.append((mark + forecast.name, *forecast.figures()))
+            rows.append(
+                (
+                    mark + forecast.name,
+                    f"{forecast.round_s:.3g}",
+                    f"{forecast.mb_per_hour:,.3g}",
+                    f"{forecast.waits:.0%}",
+                    f"{forecast.steps_per_hour:,.0f}",
+                    f"{forecast.worth_per_hour:,.0f}",
+                )
+            )
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = []
         for row in rows:
@@ -116,8 +114,13 @@ def plan_communication(
         gb_per_hour: most that a peer may send in an hour, 10^9 bytes, and receive; None: any number.
         in_bucket: rounds are objects in a bucket, where each peer reads all contributions.
     """
-    numel = _trained_values(model)
+    if isinstance(model, int):
+        numel = model
+    else:
+        numel = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     require(numel > 0 and step_s > 0, f"{numel} trained values, step_s={step_s}: both must be above 0")
+    require(gb_per_hour is None or gb_per_hour > 0, f"gb_per_hour={gb_per_hour}: pass a number above 0")
+    most_mb = math.inf if gb_per_hour is None else 1000 * gb_per_hour
     line = (line_bps[0] or HOME_BPS[0], line_bps[1] or HOME_BPS[1])
     forecasts: list[Forecast] = []
     for name, options in WAYS.items():
@@ -125,32 +128,19 @@ def plan_communication(
         if not in_bucket:
             round_s, sent_bytes = _over_links(codec, numel, peers, line)
         elif "local_steps" in options:
-            round_s, sent_bytes = _in_bucket(codec, numel, peers, line)
+            sent_bytes = float(encoded_bytes(codec, numel))
+            round_s = _BUCKET_S + 8 * sent_bytes / line[0] + 8 * peers * sent_bytes / line[1]
         else:
             # A bucket is too slow for a round at each step.
             continue
         forecasts.append(_forecast(name, options, step_s, round_s, sent_bytes))
-    most_mb = math.inf
-    if gb_per_hour is not None:
-        most_mb = 1000 * gb_per_hour
-    require(most_mb > 0, f"gb_per_hour={gb_per_hour}: pass a number above 0")
-    chosen = _choose(forecasts, most_mb)
-    return Communication(tuple(forecasts), chosen, _why(forecasts, chosen, most_mb))
-
-
-def _trained_values(model: "nn.Module | int") -> int:
-    if isinstance(model, int):
-        return model
-    return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-
-
-def _choose(forecasts: Sequence[Forecast], most_mb: float) -> Forecast:
-    """Return the first way of nearly the most progress that sends at most ``most_mb`` an hour, if any does."""
     allowed = [forecast for forecast in forecasts if forecast.mb_per_hour <= most_mb]
-    if not allowed:
-        return min(forecasts, key=lambda forecast: forecast.mb_per_hour)
-    enough = ENOUGH * max(forecast.worth_per_hour for forecast in allowed)
-    return next(forecast for forecast in allowed if forecast.worth_per_hour >= enough)
+    if allowed:
+        enough = ENOUGH * max(forecast.worth_per_hour for forecast in allowed)
+        chosen = next(forecast for forecast in allowed if forecast.worth_per_hour >= enough)
+    else:
+        chosen = min(forecasts, key=lambda forecast: forecast.mb_per_hour)
+    return Communication(tuple(forecasts), chosen, _why(forecasts, chosen, most_mb))
 
 
 def elected_agreement(records: Mapping[PeerId, ProgressRecord]) -> Agreement:
@@ -159,7 +149,7 @@ def elected_agreement(records: Mapping[PeerId, ProgressRecord]) -> Agreement:
     for record in records.values():
         if record.agreement and not record.syncing:
             agreements.append(record.agreement)
-    return most_voted(((agreement, 1.0) for agreement in sorted(agreements)), ())
+    return max(sorted(set(agreements)), key=agreements.count, default=())
 
 
 def options_by(agreement: Agreement) -> dict[str, Any]:
@@ -190,11 +180,6 @@ def _over_links(codec: str, numel: int, peers: int, line: Sequence[float]) -> tu
         round_s = _ROUND_S + plan_round(tickets, [1.0] * peers).averaging_s
     others = (peers - 1) / peers
     return round_s, others * (encoded_bytes(codec, numel) + mean_bytes(terms, peers))
-
-
-def _in_bucket(codec: str, numel: int, peers: int, line: Sequence[float]) -> tuple[float, float]:
-    sent = encoded_bytes(codec, numel)
-    return _BUCKET_S + 8 * sent / line[0] + 8 * peers * sent / line[1], float(sent)
 
 
 def _forecast(name: str, options: dict[str, Any], step_s: float, round_s: float, sent: float) -> Forecast:

@@ -1,113 +1,140 @@
-"""Compares what this peer applies, and what came of it, with the other trainers: learning rates and sketches."""
+"""Compares what this peer applies, and what came of it, with the other trainers: learning rates and sketches.
 
-from collections.abc import Mapping
+Rates are in each ticket, sketches in those of each tenth step. The group names the ticket that most members agree with.
+"""
 
+import math
+from collections.abc import Mapping, Sequence
+
+from colab_swarm.averaging.forming import elect
+from colab_swarm.averaging.group import Group, Ticket
 from colab_swarm.errors import MismatchError, require
 from colab_swarm.events import EventLog, Fault, Notice
 from colab_swarm.net.peers import PeerId, short
 from colab_swarm.runtime import loop_now
-from colab_swarm.training.election import equal_rates
-from colab_swarm.training.progress import Progress
 from colab_swarm.training.records import Rates
-from colab_swarm.training.sketch import Deviation, StateCheck, StateSketch
+from colab_swarm.training.sketch import SKETCH_STEPS, StateCheck, StateSketch, Verdict
+from colab_swarm.training.view import SwarmView
+
+_RATE_TOLERANCE = 1e-6  # of learning rates, relative
+
+
+def equal_rates(rates: Rates, others: Rates) -> bool:
+    return len(rates) == len(others) and all(
+        math.isclose(rate, other, rel_tol=_RATE_TOLERANCE) for rate, other in zip(rates, others, strict=True)
+    )
+
+
+def sketch_of(ticket: Ticket) -> StateSketch | None:
+    if not ticket.sketch:
+        return None
+    return StateSketch(ticket.terms.step, ticket.terms.lineage, ticket.sketch)
 
 
 class Comparison:
     """Says if this peer must load the swarm's state, or may not train on.
 
     Attributes:
-        deviant: this peer's state is not that of most others: from `compare_states` until it has loaded theirs.
+        deviant: this peer's state is not that of most others, until it has loaded theirs.
         moved_bytes: sent and received in rounds since this peer was brought together with the others. `LinkRounds`
             adds to them.
     """
 
-    def __init__(self, progress: Progress, tolerance: float, events: EventLog, *, drift_bytes: float) -> None:
+    def __init__(self, view: SwarmView, tolerance: float, events: EventLog, *, drift_bytes: float) -> None:
         """Rounds move ``drift_bytes`` between two states that are loaded because rounding moved this peer's."""
         self.deviant = False
         self.moved_bytes = 0
         self._drift_bytes = drift_bytes
-        self._progress = progress
+        self._view = view
+        self._tolerance = tolerance
         self._events = events
         self._check = StateCheck(tolerance)
-        self._refusal = ""  # its state left the swarm's for the second time; stays
-        self._other_rates = ""  # its learning rates are others; `compare_rates` sets it each time
+        self._sketch: StateSketch | None = None  # of the last step that had one
+        self._refusal = ""
 
     def check(self) -> None:
         """Raise `MismatchError` if this peer must not train on."""
-        for text in (self._refusal, self._other_rates):
-            require(not text, text, MismatchError)
+        require(not self._refusal, self._refusal, MismatchError)
 
-    def compare_rates(self, rates: Mapping[PeerId, Rates], step: int) -> None:
-        """Compare the learning rates of a step, this peer's own included."""
-        known = self._progress.known
-        self._other_rates = ""
-        mine = rates.get(known.me)
-        senior = self._progress.election.senior(rates, equal_rates)
-        if not mine or senior is None or equal_rates(mine, rates[senior]):
-            return
-        theirs = ", ".join(f"{rate:g}" for rate in rates[senior])
-        own = ", ".join(f"{rate:g}" for rate in mine)
-        self._other_rates = (
-            f"at step {step} the swarm has the learning rate {theirs}, this peer {own}: give all peers the same "
-            "scheduler=… with the same arguments, and change no rate by hand"
-        )
-
-    def compare_states(self) -> None:
-        """Compare this peer's last sketch with the others'; it needs the swarm's state if most hold another."""
-        election = self._progress.election
-        known = self._progress.known
-        own = self._check.own
-        if own is None:
-            return
-        sketches, votes = election.sketches(own)
-        senior = election.senior({known.me: own, **sketches}, self._check.agree)
-        corrects = self.moved_bytes >= self._drift_bytes
-        deviation = self._check.judge(sketches, votes, senior, now=loop_now(), corrects=corrects)
-        if deviation is not None:
-            self._deviate(deviation)
-        self._publish()
-
-    def _deviate(self, deviation: Deviation) -> None:
-        text = self._text_of(deviation)
-        if deviation.again:
-            self._refusal = f"this peer's state {text} For the second time, so it trains no more here"
-        if deviation.drifts:
-            self.moved_bytes = 0
-            self._events.emit(Notice(loop_now(), f"this peer's state {text}"))
-        else:
-            self._events.emit(Fault(loop_now(), "this peer's state", text))
-        self._progress.election.distrust(deviation.donors, now=loop_now())
-        self._progress.known.update(syncing=True)
-        self.deviant = True
-
-    def _text_of(self, deviation: Deviation) -> str:
-        if deviation.donors:
-            donors = ", ".join(map(short, deviation.donors))
-            return f"is not what most peers hold, since {donors} gave it: it is loaded again, from others"
-        if deviation.drifts:
-            return f"is rounded in another way than the first one's, by {deviation.gap:.1e} of its norm: that is loaded"
-        cause = "its learning rates, its optimizer or its data type may differ"
-        if self._progress.known.own.changed:
-            cause = (
-                "its parameters were changed outside optimizer.step(), as model.load_state_dict() after "
-                "swarm.optimizer(…) does"
-            )
-        return f"left that of the others, by {deviation.gap:.2%} of its norm: {cause}. Theirs is loaded."
+    def on_sketch(self, sketch: StateSketch | None) -> None:
+        """Take the sketch of the state after a step, if there is one."""
+        self._sketch = sketch
+        if sketch is not None and not self._check.donors:
+            self._view.update(sketch=sketch)
 
     def on_loaded(self, donors: tuple[PeerId, ...]) -> None:
         """Compare this peer's state, which it has from the donors, before it is a witness for others."""
         self.deviant = False
+        self._sketch = None
         self._check.on_loaded(donors)
 
-    def on_sketch(self, sketch: StateSketch | None) -> None:
-        """Publish a sketch of the state after a step, if there is one."""
-        if sketch is not None:
-            self._check.on_sketch(sketch)
-            self._publish()
+    def shown(self, rates: Rates, step: int) -> tuple[Rates, tuple[float, ...]]:
+        """Return the rates and, each `SKETCH_STEPS` steps, the sketch for the ticket of a step."""
+        sketch = self._sketch
+        if step % SKETCH_STEPS or sketch is None or sketch.step != step or self._check.donors:
+            return rates, ()
+        return rates, sketch.values
 
-    def _publish(self) -> None:
-        known = self._progress.known
-        sketch = self._check.published
-        if sketch != known.own.sketch:
-            known.update(sketch=sketch)
-            known.urgent.set()
+    def agree(self, one: Ticket, other: Ticket) -> bool:
+        """Return whether two tickets of one step show equal rates and states."""
+        if not equal_rates(one.rates, other.rates):
+            return False
+        mine = sketch_of(one)
+        theirs = sketch_of(other)
+        return mine is None or theirs is None or mine.distance(theirs) <= self._tolerance
+
+    def on_group(self, group: Group, rates: Rates) -> None:
+        """Compare this peer with the witness of a group, if it has one."""
+        if group.witness is not None:
+            self.on_witness(group.witness, [group.members[index].id for index in group.agreeing], rates)
+
+    def on_tickets(self, tickets: Mapping[PeerId, Ticket], rates: Rates) -> None:
+        """Compare this peer with most of these tickets, where no organizer has done so."""
+        witness, agreeing = elect(tickets, self.agree, min(tickets, default=self._view.me))
+        if witness is not None:
+            self.on_witness(witness, [list(tickets)[index] for index in agreeing], rates)
+
+    def on_witness(self, witness: Ticket, agreeing: Sequence[PeerId], rates: Rates) -> None:
+        """Compare this peer with what most others have; ``agreeing`` are these."""
+        if not equal_rates(rates, witness.rates):
+            theirs = ", ".join(f"{rate:g}" for rate in witness.rates)
+            own = ", ".join(f"{rate:g}" for rate in rates)
+            self._refusal = (
+                f"at step {witness.terms.step} the swarm has the learning rate {theirs}, this peer {own}: give all "
+                "peers the same scheduler=… with the same arguments, and change no rate by hand"
+            )
+            return
+        sketch = sketch_of(witness)
+        own_sketch = self._sketch
+        if sketch is None or own_sketch is None or not sketch.is_of_step(own_sketch):
+            return
+        corrects = self.moved_bytes >= self._drift_bytes
+        verdict = self._check.judge(own_sketch, sketch, agreeing, corrects=corrects)
+        if verdict is not None:
+            self._on_deviation(verdict, own_sketch.distance(sketch))
+
+    def _on_deviation(self, verdict: Verdict, gap: float) -> None:
+        now = loop_now()
+        donors = self._check.donors
+        if verdict is Verdict.DRIFTS:
+            self.moved_bytes = 0
+            text = f"is rounded in another way than the first one's, by {gap:.1e} of its norm: that is loaded"
+            self._events.emit(Notice(now, f"this peer's state {text}"))
+        elif verdict is Verdict.FALSE:
+            names = ", ".join(map(short, donors))
+            text = f"is not what most peers hold, since {names} gave it: it is loaded again, from others"
+            self._events.emit(Fault(now, "this peer's state", text))
+            self._view.distrust(donors, now=now)
+        else:
+            cause = "its learning rates, its optimizer or its data type may differ"
+            if self._view.own.changed:
+                cause = (
+                    "its parameters were changed outside optimizer.step(), as model.load_state_dict() after "
+                    "swarm.optimizer(…) does"
+                )
+            text = f"left that of the others, by {gap:.2%} of its norm: {cause}. Theirs is loaded."
+            self._events.emit(Fault(now, "this peer's state", text))
+            if verdict is Verdict.AGAIN:
+                self._refusal = f"this peer's state {text} For the second time, so it trains no more here"
+        self._view.update(syncing=True)
+        self.deviant = True

@@ -6,6 +6,7 @@
 import math
 from collections import defaultdict
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -16,6 +17,7 @@ from colab_swarm.tensors.statedict import flatten
 from colab_swarm.training.flat import reals
 from colab_swarm.training.records import LINEAGE_BYTES, MAX_RATES, Rates, StepTaken
 from colab_swarm.training.sketch import HALF_TOLERANCE, PROJECTIONS, SKETCH_STEPS, TOLERANCE, StateSketch
+from colab_swarm.training.watch import versions_of
 
 _SIGNS = 1 << 16  # random signs of a sketch; longer tensors are cut into blocks of _SIGNS values
 
@@ -51,7 +53,11 @@ def _project(tensors: list[torch.Tensor], seed: bytes) -> list[float]:
     """Return the norm of all values, and their sums with `PROJECTIONS` random signs each, in norms."""
     rows: list[torch.Tensor] = []
     for tensor in tensors:
-        rows += _rows_of(reals(tensor).flatten())
+        values = reals(tensor).flatten()
+        whole = len(values) // _SIGNS * _SIGNS
+        # Blocks of `_SIGNS` values are the rows of one matrix; what is left is one row.
+        matrices = [values[:whole].view(-1, _SIGNS), values[whole:].view(1, -1)]
+        rows += [blocks for blocks in matrices if blocks.numel()]
     # The first signs are of the values within a block, the last ones of the blocks.
     count = (_SIGNS + sum(map(len, rows))) * PROJECTIONS
     bits = np.unpackbits(np.frombuffer(blake3(seed).digest(count // 8 + 1), np.uint8))[:count]
@@ -74,13 +80,7 @@ def _project(tensors: list[torch.Tensor], seed: bytes) -> list[float]:
     return [norm, *(projection / (norm or 1.0) for projection in projections)]
 
 
-def _rows_of(values: torch.Tensor) -> list[torch.Tensor]:
-    """Return blocks of `_SIGNS` values as the rows of one matrix, and what is left as one row."""
-    whole = len(values) // _SIGNS * _SIGNS
-    rows = [values[:whole].view(-1, _SIGNS), values[whole:].view(1, -1)]
-    return [blocks for blocks in rows if blocks.numel()]
-
-
+@dataclass
 class Evidence:
     """What other peers compare with theirs of a `Replica`: rates, sketches, and changes outside a step.
 
@@ -88,23 +88,17 @@ class Evidence:
     the same one where these are the ``model``'s.
     """
 
-    def __init__(
-        self,
-        optimizer: Optimizer,
-        stepping: Optimizer,
-        model: list[torch.Tensor],
-        parameters: list[torch.Tensor],
-    ) -> None:
-        self._optimizer = optimizer
-        self._stepping = stepping
-        self._model = model
-        self._parameters = parameters
+    _optimizer: Optimizer
+    _stepping: Optimizer
+    _model: list[torch.Tensor]
+    _parameters: list[torch.Tensor]
+
+    def __post_init__(self) -> None:
         self.on_loaded()
 
     def on_step(self) -> None:
         """Take the present parameters for the swarm's: it stepped."""
-        # How often torch counted a change of each parameter, and where its values are.
-        self._versions = self._present_versions()
+        self._versions = versions_of(self._model)
 
     def on_loaded(self) -> None:
         """Take the parameters for the swarm's, whatever changed them: a state was loaded."""
@@ -115,15 +109,12 @@ class Evidence:
         """The user changed the swarm's parameters, which are copies."""
         self._changed = True
 
-    def _present_versions(self) -> list[tuple[int, int]]:
-        return [(parameter._version, parameter.data_ptr()) for parameter in self._model]
-
     @property
     def changed(self) -> bool:
         """True if the parameters changed outside a step, as far as torch counts it, since a state was loaded."""
         # A schedule-free optimizer changes them to evaluate.
         if self._parameters is self._model and not hasattr(self._optimizer, "eval"):
-            self._changed |= self._versions != self._present_versions()
+            self._changed |= self._versions != versions_of(self._model)
         return self._changed
 
     @property

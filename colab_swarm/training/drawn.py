@@ -6,8 +6,6 @@ from dataclasses import dataclass, field
 import torch
 
 Loss = float | torch.Tensor
-# Of each gradient, which tensor it is and how often it was changed; empty without any.
-_Marks = list[tuple[int, int, int]]
 
 
 @dataclass
@@ -15,25 +13,22 @@ class _Drawn:
     """What one loader gave since the last step."""
 
     sizes: list[float | None] = field(default_factory=list)  # samples of each batch; None: not known
-    marks: _Marks = field(default_factory=list)  # of the gradients as the last batch was drawn
+    # As the last batch was drawn: of each gradient, which tensor it is and how often it was changed.
+    marks: list[tuple[int, int, int]] = field(default_factory=list)
 
 
+@dataclass
 class NextStep:
     """Samples, weight and loss of the next bare ``step()``.
 
     Gradients add up until a step, so the batches since the last one count together. A batch of which no gradient
     came, such as one that the loop passed over, does not count; nor do those whose gradients were cleared.
-
-    Args:
-        trained: gives the parameters that get the gradients.
-        batch_size: what counts if nobody says anything.
     """
 
-    def __init__(self, trained: Callable[[], Iterable[torch.Tensor]], batch_size: float | None) -> None:
-        self._trained = trained
-        self._batch_size = batch_size
-        self._drawn: dict[int, _Drawn] = {}  # by the loader's number
-        self._said: tuple[float | None, float | None, Loss | None] | None = None
+    _trained: Callable[[], Iterable[torch.Tensor]]  # gives the parameters that get the gradients
+    _batch_size: float | None  # what counts if nobody says anything
+    _drawn: dict[int, _Drawn] = field(default_factory=dict)  # by the loader's number
+    _said: tuple[float | None, float | None, Loss | None] | None = None
 
     def say(self, samples: float | None, weight: float | None, loss: Loss | None) -> None:
         """Count this, whatever was drawn."""
@@ -41,7 +36,11 @@ class NextStep:
 
     def draw(self, samples: float | None, loader: int) -> None:
         """Count a batch that the loader of this number gives now; ``samples`` is None if nothing says how many."""
-        marks = self._marks()
+        marks = []
+        for parameter in self._trained():
+            gradient = parameter.grad
+            if gradient is not None:
+                marks.append((id(parameter), id(gradient), gradient._version))
         drawn = self._drawn.setdefault(loader, _Drawn())
         if not marks:
             drawn.sizes = []
@@ -68,11 +67,3 @@ class NextStep:
         if None in sizes:
             return None, None, None
         return sum(filter(None, sizes)), None, None
-
-    def _marks(self) -> _Marks:
-        marks = []
-        for parameter in self._trained():
-            gradient = parameter.grad
-            if gradient is not None:
-                marks.append((id(parameter), id(gradient), gradient._version))
-        return marks

@@ -5,6 +5,7 @@ Small tensors, such as biases, are at the front, where a codec may encode them f
 
 import itertools
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch.optim import SGD, Adam, AdamW, Optimizer
@@ -42,10 +43,6 @@ def _is_large(tensor: torch.Tensor) -> bool:
     return reals(tensor).numel() >= SMALL_VALUES
 
 
-def _device_of(tensor: torch.Tensor) -> torch.device:
-    return tensor.device
-
-
 def _dense(gradient: torch.Tensor) -> torch.Tensor:
     """Return the gradient itself, or a copy where it is sparse, or where several values share memory."""
     if gradient.layout is not torch.strided:
@@ -57,11 +54,7 @@ def _dense(gradient: torch.Tensor) -> torch.Tensor:
 
 def small_values(tensors: Iterable[torch.Tensor]) -> int:
     """Return how many values the small tensors have together."""
-    count = 0
-    for tensor in tensors:
-        if not _is_large(tensor):
-            count += reals(tensor).numel()
-    return count
+    return sum(reals(tensor).numel() for tensor in tensors if not _is_large(tensor))
 
 
 def tensors_of(optimizer: Optimizer) -> list[torch.Tensor]:
@@ -120,7 +113,7 @@ def move_state(optimizer: Optimizer) -> None:
 def outer_optimizer(parameters: list[torch.Tensor], *, sparse: bool) -> Optimizer:
     """Return the optimizer that takes the swarm's steps between local ones."""
     if sparse:
-        return SGD(parameters, lr=1.0, momentum=0.0, nesterov=False)
+        return SGD(parameters, lr=1.0)
     return SGD(parameters, lr=_OUTER_LR, momentum=_OUTER_MOMENTUM, nesterov=True)
 
 
@@ -149,7 +142,7 @@ class FlatValues:
                 raise ValueError(f"expected a flat vector of {sum(sizes)} values, got shape {values.shape}")
             self.segments = [torch.from_numpy(values)]
         elif not segments:
-            for device, neighbours in itertools.groupby(ordered, key=_device_of):
+            for device, neighbours in itertools.groupby(ordered, key=lambda tensor: tensor.device):
                 numel = sum(reals(tensor).numel() for tensor in neighbours)
                 self.segments.append(torch.empty(numel, dtype=torch.float32, device=device))
         parts = {}
@@ -184,6 +177,7 @@ class FlatValues:
             copy_out(segment, piece)
 
 
+@dataclass
 class GradientSum:
     """A sum of gradients, each times its weight, in the memory of ``values``.
 
@@ -191,9 +185,8 @@ class GradientSum:
     Without a ``factor`` it is 0, and its memory may hold anything.
     """
 
-    def __init__(self, values: FlatValues, factor: float | None = None) -> None:
-        self.values = values
-        self.factor = factor
+    values: FlatValues
+    factor: float | None = None
 
     def add_gradients(
         self,
@@ -214,9 +207,7 @@ class GradientSum:
                 gradients.append(gradient)
             elif factor is None:
                 part.zero_()
-        ratio = None
-        if factor is not None:
-            ratio = weight / factor
+        ratio = None if factor is None else weight / factor
         for parts, gradients in groups.values():
             if counts is not None:
                 # As integers: times 0.0, a NaN would stay.
@@ -263,9 +254,7 @@ def _accumulate(
     scale: torch.Tensor | None,
 ) -> None:
     """Add ``weight / scale`` times the gradients; without a weight, replace what was there by them ``/ scale``."""
-    factor = None
-    if scale is not None:
-        factor = scale.to(parts[0].device).reciprocal()
+    factor = None if scale is None else scale.to(parts[0].device).reciprocal()
     if weight is None:
         torch._foreach_copy_(parts, gradients)
         if factor is not None:
@@ -278,11 +267,8 @@ def _accumulate(
 
 def within(tensors: Sequence[torch.Tensor], limit: float) -> bool:
     """Return True if all values are below ``limit``, whatever their sign; False for NaN."""
-    flags = []
-    for tensor in tensors:
-        if len(tensor):
-            least, most = torch.aminmax(tensor)
-            flags.append(Flag((least > -limit) & (most < limit)))
+    bounds = [torch.aminmax(tensor) for tensor in tensors if len(tensor)]
+    flags = [Flag((least > -limit) & (most < limit)) for least, most in bounds]
     return all(flag.read() for flag in flags)
 
 
@@ -302,12 +288,8 @@ def set_gradients(
         if skipped:
             continue
         # Fused optimizers read both by the strides of one.
-        alike = (parameter.dtype, parameter.device, parameter.stride()) == (
-            part.dtype,
-            part.device,
-            part.stride(),
-        )
-        if shared and alike:
+        kinds = [(tensor.dtype, tensor.device, tensor.stride()) for tensor in (parameter, part)]
+        if shared and kinds[0] == kinds[1]:
             parameter.grad = part
             continue
         parameter.grad = torch.empty_like(parameter)

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from colab_swarm.averaging.group import bits_of, flags_of
-from colab_swarm.averaging.member import UploadEncoding
 from colab_swarm.errors import NoGradientError, require
 from colab_swarm.tensors.codecs import ErrorFeedback
 from colab_swarm.tensors.device import Flag, all_finite, hand_over, in_main_memory
@@ -18,7 +17,7 @@ from colab_swarm.tensors.vector import HostVector, Vector
 from colab_swarm.training.flat import GradientSum, clear_gradients
 from colab_swarm.training.placement import ModelVector, Placement
 from colab_swarm.training.replica import Replica
-from colab_swarm.training.settings import RoundInput
+from colab_swarm.training.settings import RoundInput, StepOffer
 from colab_swarm.training.watch import TrainedParameters
 
 logger = logging.getLogger(__name__)
@@ -28,9 +27,7 @@ _FEEDBACK_DECAY = 0.95  # a round, of SparseLoCo
 
 def _brought(value: float | torch.Tensor, device: torch.device) -> float | torch.Tensor:
     """Return a number, or a tensor on this device: a model may span several."""
-    if isinstance(value, torch.Tensor):
-        return value.to(device)
-    return value
+    return value.to(device) if isinstance(value, torch.Tensor) else value
 
 
 class MeanLoss:
@@ -126,24 +123,24 @@ class Gradients:
         self._replica = replica
         self._trained = TrainedParameters(replica)
         self.placement = Placement(replica, held, error_feedback=error_feedback, limit_bytes=device_memory)
+        self.feedback: ErrorFeedback | DeviceFeedback | None = None
+        if error_feedback:
+            self.feedback = ErrorFeedback(replica.numel)
+        self.dropped_in_row = 0  # the last gradients, none of which was finite
+        self._begin()
+
+    def _begin(self) -> None:
         # Of gradients, since the last local step. None: it is 0, or given.
         self._sum: GradientSum | None = None
         self._checks: list[GradientCheck] = []  # of gradients in the sum
         self._given: RoundInput | None = None  # the contribution, until it is averaged or taken back
-        self.feedback: ErrorFeedback | DeviceFeedback | None = None
-        if error_feedback:
-            self.feedback = ErrorFeedback(replica.numel)
         self.samples = 0.0
         self.dropped = 0.0  # samples that were not finite, until they are reported
-        self.dropped_in_row = 0  # the last gradients, none of which was finite
         self.weight = 0.0
         self._since = 0.0  # weight since the last local step
         # Of each parameter, whether no gradient came since the last round; with local steps, since the last of them.
-        self._unused = self._all_unused()
+        self._unused = [True] * len(self._replica.model)
         self.loss = MeanLoss()
-
-    def _all_unused(self) -> list[bool]:
-        return [True] * len(self._replica.model)
 
     def check(self) -> list[str]:
         """Return new sentences for the user; raise `RuntimeError` if something else is trained, or nothing."""
@@ -212,7 +209,16 @@ class Gradients:
             # Its memory takes the next one.
             total.factor = None
             self._since = 0.0
-            self._unused = self._all_unused()
+            self._unused = [True] * len(self._replica.model)
+
+    def offer(self) -> StepOffer:
+        """Return what the contribution will be, after all gradients were looked at."""
+        self.read_checks()
+        unused = b""
+        if self.weight and not self._replica.rule.local:
+            unused = bits_of(self._unused)
+        evidence = self._replica.evidence
+        return StepOffer(self.weight, self.loss.value, unused, evidence.rates, evidence.changed)
 
     def contribution(self) -> RoundInput:
         """Return what to average; all gradients are settled."""
@@ -235,11 +241,10 @@ class Gradients:
             vector.begin(feedback, adds=self.weight > 0)
         if isinstance(vector, DeviceVector):
             hand_over(vector.body)
-        encoding = UploadEncoding(fine=self._replica.fine)
-        unused = b""
-        if self.weight and not self._replica.rule.local:
-            unused = bits_of(self._unused)
-        self._given = RoundInput(vector, self.weight, self.samples, encoding, self.loss.value, unused)
+        unused = bits_of(self._unused) if self.weight and not self._replica.rule.local else b""
+        self._given = RoundInput(
+            vector, self.weight, self.samples, self._replica.fine, self.loss.value, unused
+        )
         return self._given
 
     def _new_contribution(self) -> tuple[ModelVector, Any]:
@@ -276,24 +281,13 @@ class Gradients:
         """Start a new sum; the error feedback stays."""
         if self._given is not None and self._replica.rule.delayed:
             self.placement.aside = _own(self._given.vector)
-        self._sum = None
-        self._given = None
-        self._checks = []
-        self.samples = 0.0
-        self.dropped = 0.0
-        self.weight = 0.0
-        self._since = 0.0
-        self._unused = self._all_unused()
-        self.loss = MeanLoss()
+        self._begin()
         if self._replica.rule.local and not self._replica.rule.delayed:
             self._replica.show()
 
     def on_delivered(self, contribution: RoundInput) -> None:
         if self.feedback is not None and contribution.weight:
-            decay = 1.0
-            if self._replica.rule.sparse:
-                decay = _FEEDBACK_DECAY
-            self.feedback.settle(decay)
+            self.feedback.settle(_FEEDBACK_DECAY if self._replica.rule.sparse else 1.0)
             if isinstance(self.feedback, DeviceFeedback):
                 hand_over(self.feedback.body)
 
@@ -312,12 +306,9 @@ class Gradients:
         if given is None or not given.weight or self._replica.rule.local:
             return
         flags = flags_of(given.unused, len(self._unused))
-        for index, flag in enumerate(flags):
-            self._unused[index] = self._unused[index] and flag
+        self._unused = [unused and flag for unused, flag in zip(self._unused, flags, strict=True)]
         vector = _own(given.vector)
-        values = None
-        if self._sum is None:
-            values = self.placement.sum_from(vector)
+        values = self.placement.sum_from(vector) if self._sum is None else None
         if values is not None:
             self._sum = GradientSum(values, given.weight)
         else:

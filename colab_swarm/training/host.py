@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from colab_swarm.averaging.result import RoundResult
 from colab_swarm.errors import HostError, require
 from colab_swarm.tensors.device import Flag, carry_numbers, floats_of
-from colab_swarm.training.buffers import buffer_names, buffers_of
+from colab_swarm.training.buffers import averaged_by_name, buffers_of
 from colab_swarm.training.flat import FlatValues, GradientSum, clear_gradients, set_gradients, trained_by
 from colab_swarm.training.gradients import MeanLoss, finite_gradients, require_gradient
 from colab_swarm.training.optimizer import SwarmOptimizer, loss_of
@@ -79,23 +79,17 @@ class RankSum:
             finite = finite_gradients(self._parameters)
             self._check = finite, samples
             total.add_gradients(self._parameters, weight=weight, scale=scale, counts=finite.value)
-            self._count(samples, weight, loss, finite.value)
+            if loss is not None:
+                losses = MeanLoss()
+                losses.add(loss, weight, finite.value)
+                self._counts[1], self._counts[2] = losses.sums
+            counts = finite.value.to(self._counts.device)
+            self._counts[0] = counts.logical_not() * samples
+            used = [float(parameter.grad is not None) for parameter in self._parameters]
+            self._counts[3:] = carry_numbers([samples, weight, *used], counts.device) * counts
         # Of weight 1, so that ranks can be added.
         total.mean(1.0)
         clear_gradients(self._parameters)
-
-    def _count(
-        self, samples: float, weight: float, loss: float | torch.Tensor | None, finite: torch.Tensor
-    ) -> None:
-        counts = self._counts
-        if loss is not None:
-            losses = MeanLoss()
-            losses.add(loss, weight, finite)
-            counts[1], counts[2] = losses.sums
-        finite = finite.to(counts.device)
-        counts[0] = finite.logical_not() * samples
-        used = [float(parameter.grad is not None) for parameter in self._parameters]
-        counts[3:] = carry_numbers([samples, weight, *used], counts.device) * finite
 
     def read_check(self) -> None:
         """Warn if the newest gradient was not finite: at the next call, so that none waits for the device."""
@@ -113,9 +107,7 @@ class RankSum:
         # A parameter that no rank used stays as it is, as in one process.
         unused = [count == 0.0 for count in counts[_COUNTS:]]
         divisor = weight or 1.0
-        loss = None
-        if losses_weight:
-            loss = losses / losses_weight
+        loss = losses / losses_weight if losses_weight else None
         if dropped and not samples:
             # The swarm's optimizer drops this NaN, and reports it.
             samples = dropped
@@ -156,7 +148,7 @@ class HostOptimizer(WrappedOptimizer):
         self.lineage = b""
         self._settings = settings
         self._model = model
-        self._buffer_names = buffer_names(model)
+        self._buffer_names = list(averaged_by_name(model))
         self._parameters = trained_by(optimizer)
         self._sum = RankSum(self._parameters, dist.get_rank())
         self._sent: object = None  # version of the parameters that the others have
@@ -264,9 +256,7 @@ class HostOptimizer(WrappedOptimizer):
 
     def _step(self) -> RoundResult | None:
         samples, total_weight, loss = self._sum.to_gradients()
-        weight = None
-        if self._settings.weight_unit != "samples":
-            weight = total_weight
+        weight = None if self._settings.weight_unit == "samples" else total_weight
         try:
             return self._leading().step(samples=samples, weight=weight, loss=loss)
         finally:
@@ -292,9 +282,8 @@ class HostOptimizer(WrappedOptimizer):
                 raise
         update = self._exchange(own)
         self._sent = version
-        require(
-            not update.error, f"rank {_LEAD}, which talks to the swarm, failed: {update.error}", HostError
-        )
+        if update.error:
+            raise HostError(f"rank {_LEAD}, which talks to the swarm, failed: {update.error}")
         self.global_step = update.step
         self.lineage = update.lineage
         return update.result
@@ -306,11 +295,10 @@ class HostOptimizer(WrappedOptimizer):
             dist.broadcast_object_list(box, _LEAD, group=self._messages)
             update = box[0]
             assert update is not None
-            sent: list[torch.Tensor] = []
-            if update.changed:
-                sent = [*self._parameters, *buffers_of(self._model, self._buffer_names)]
+            if not update.changed:
+                return update
             device = self._parameters[0].device
-            for tensor in sent:
+            for tensor in (*self._parameters, *buffers_of(self._model, self._buffer_names)):
                 values = tensor.detach().to(device).contiguous()
                 # As bytes: gloo has no bool.
                 dist.broadcast(values.view(-1).view(torch.uint8), _LEAD, group=self._tensors)
@@ -370,10 +358,11 @@ def host_optimizer(
     require(dist.is_initialized(), text, RuntimeError)
     text = "only rank 0 talks to the swarm: give it the swarm, and None to all other ranks"
     require((swarm is None) is not (dist.get_rank() == _LEAD), text)
-    chosen = {"target_batch_size": target_batch_size, "model": model, **settings}
     begin = None
     if swarm is not None:
-        begin = partial(swarm.optimizer, optimizer, **chosen)
+        begin = partial(
+            swarm.optimizer, optimizer, target_batch_size=target_batch_size, model=model, **settings
+        )
     counting = {name: settings[name] for name in ("batch_size", "weight_unit") if name in settings}
     counts = TrainingSettings("", target_batch_size, **counting)
     return HostOptimizer(optimizer, begin, counts, model=model, timeout_s=timeout_s)

@@ -23,26 +23,15 @@ class _Layerwise(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        weights = self._weights_with_gradient()
+        weights = []
+        for group in self.param_groups:
+            weights += [(weight, group) for weight in group["params"] if weight.grad is not None]
         # All are checked before the first is changed.
-        for weight, _ in weights:
-            require(
-                not weight.grad.is_sparse,
-                f"{type(self).__name__} does not support sparse gradients: use sparse=False in the embedding",
-                RuntimeError,
-            )
+        text = f"{type(self).__name__} does not support sparse gradients: use sparse=False in the embedding"
+        require(not any(weight.grad.is_sparse for weight, _ in weights), text, RuntimeError)
         for weight, group in weights:
             self._step_tensor(weight, weight.grad, group)
         return loss
-
-    def _weights_with_gradient(self) -> list[tuple[Any, dict[str, Any]]]:
-        """Return each parameter that has a gradient, with its group."""
-        weights = []
-        for group in self.param_groups:
-            for weight in group["params"]:
-                if weight.grad is not None:
-                    weights.append((weight, group))
-        return weights
 
     def _step_tensor(self, weight: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
         raise NotImplementedError

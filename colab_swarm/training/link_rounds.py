@@ -1,35 +1,38 @@
-"""Rounds over links: the trainers meet, average, and give each other the state. Does not import torch.
+"""Rounds over links: the trainers stand at an organizer, average, and give each other the state. No torch.
 
-The swarm does not wait for a peer that catches up. While the snapshot of step s downloads, the peer
-follows the rounds with weight 0 and collects their means, which it then applies in order: s, s+1, …
-It slows down no round, as it sends and reduces nothing. Donors that keep failing lose their vote.
+A trainer is in each group of its swarm. Whether it computes, evaluates or downloads the state: the means of the
+rounds in which it does not contribute are kept, and it applies them in order, s, s+1, … So no swarm outruns a member.
 """
 
 import asyncio
+import dataclasses
 import logging
 import math
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Collection, Sequence
 from functools import partial
 
-import msgspec
 import numpy as np
+from msgspec.structs import replace
 
-from colab_swarm.averaging.member import UploadEncoding
-from colab_swarm.averaging.result import GroupResult, contributed
+from colab_swarm.averaging.forming import FormationSettings, holders_of
+from colab_swarm.averaging.group import Group, RoundTerms, Ticket
+from colab_swarm.averaging.rendezvous import Rendezvous
+from colab_swarm.averaging.result import GroupResult
+from colab_swarm.averaging.strategy import AdaptiveShares
 from colab_swarm.errors import MismatchError, PeerError, StateError
-from colab_swarm.events import Fault, PeerLeft, StateReceived
-from colab_swarm.net.peers import PeerId
-from colab_swarm.runtime import loop_now
-from colab_swarm.tensors.chunks import Snapshot
+from colab_swarm.events import Fault, Notice, PeerLeft, StateReceived, Waited
+from colab_swarm.markup import count
+from colab_swarm.net.peers import Contact, PeerId
+from colab_swarm.runtime import loop_now, wait_until
+from colab_swarm.tensors.chunks import CHUNK_TIMEOUT_S, Snapshot
 from colab_swarm.tensors.vector import HostVector
-from colab_swarm.training.catch_up import CatchUp
-from colab_swarm.training.meetings import Meetings
-from colab_swarm.training.record_exchange import RecordExchange
-from colab_swarm.training.records import Mean, ProgressRecord, StepTaken
-from colab_swarm.training.rounds import CaughtUp, RoundOutcome, Rounds, TrainedModel, other_settings
+from colab_swarm.training.records import Mean, ProgressRecord, StepTaken, progress_key
+from colab_swarm.training.rounds import CaughtUp, Ready, RoundOutcome, Rounds, TrainedModel, other_settings
 from colab_swarm.training.settings import (
+    LinkBandwidth,
     PeerServices,
     RoundInput,
+    StepOffer,
     TrainingSettings,
     most_state_bytes,
 )
@@ -37,9 +40,16 @@ from colab_swarm.training.state import StateSharing
 
 logger = logging.getLogger(__name__)
 
-_ANSWER_S = 2.0  # of a donor, and what it takes to copy and hash its state
-_SNAPSHOT_BYTES_PER_S = 5e8
-_MAX_REPLAY_BYTES = 1 << 30  # for the means that a late joiner collects during the download
+_MAX_REPLAY_BYTES = 1 << 30  # for the means of rounds that this peer has not applied yet
+_FIRST_RECORDS_S = 2.0  # between two readings of the records by a peer that waits for others
+_RECORDS_S = 30.0  # at most, where many train
+_RECORDS_PER_PEER_S = 0.5
+_LEAST_TTL_S = 60.0
+_GONE_S = 0.5  # a record that expires at once
+_TELL_S = 2.0  # of a wait for peers, before a word on it
+_ATTEMPTS = 20  # downloads of a state
+_PAUSE_S = 1.0  # between two of them
+_SLOW_S = 5.0  # a download that takes longer is told
 
 
 class LinkRounds(Rounds):
@@ -49,222 +59,455 @@ class LinkRounds(Rounds):
         self, services: PeerServices, settings: TrainingSettings, own: ProgressRecord, model: TrainedModel
     ) -> None:
         super().__init__(services, settings, own, model)
-        peers = services.peers
-        progress = self.progress
-        self._meetings = Meetings(
-            services, settings, progress, self.throughput, numel=model.numel, schema=model.schema
+        self._bandwidth = LinkBandwidth(services.peers)
+        self._shares = AdaptiveShares()
+        codecs = settings.compression, settings.mean_compression
+        terms = RoundTerms(settings.prefix, 0, b"", model.numel, model.schema, *codecs)
+        formation = FormationSettings(
+            terms, self.view.round_samples, self._shares, agree=self.comparison.agree
         )
-        self.wait_called = self._meetings.wait_called
-        self._records = RecordExchange(
-            services, progress, model, self.throughput, self._meetings, self.comparison
-        )
+        self._rendezvous = Rendezvous(services.router, settings.prefix, formation, self)
+        self.share = self._rendezvous.share
+        self._group: Group | None = None  # has this peer's ticket, and is not averaged yet
+        self._means: dict[
+            tuple[int, bytes], Mean
+        ] = {}  # followed, by the step and lineage that they are applied to
+        self._following: set[asyncio.Task[None]] = set()
+        self._needs_state = False
+        self._loaded_at = -math.inf  # a state
+        self._told_of_unreachable = False
+        self._steps = False  # the trainer has begun: until then this peer only follows
+        self._news = asyncio.Event()
         self._states = StateSharing(
-            services.router,
-            settings.prefix,
-            partial(asyncio.to_thread, model.snapshot),
-            self._meetings.standing,
+            services.router, settings.prefix, partial(asyncio.to_thread, model.snapshot)
         )
-        # What the last state took until it was here.
-        self._download_s = 0.0
-        self._stop_listening = peers.on_lost(self._on_lost)
+        self._loop = asyncio.get_running_loop()
+        self._stop_listening = services.peers.on_lost(self._on_lost)
 
     @property
     def line_bps(self) -> tuple[float | None, float | None]:
-        return self._meetings.bandwidth.known()
+        return self._bandwidth.known()
+
+    # The records.
 
     async def start(self) -> None:
-        known = self.progress.known
-        # A resumed peer has no vote until it has read the records: it must not call the others back.
-        known.update(idle=not known.own.syncing)
-        await self._records.exchange()
-        own = known.own
-        known.update(idle=own.idle and self.progress.election.branch().step > own.step)
-        self._tasks.spawn(self._records.keep_exchanging())
+        await self._exchange()
+        self._tasks.spawn(self._keep_exchanging())
 
     async def stop(self) -> None:
+        await self._rendezvous.leave()
         try:
             await self.services.averager.drain(self.settings.prefix)
         finally:
             self.kill()
-        await self._records.withdraw()
+        await self._publish(ttl_s=_GONE_S)
 
     def kill(self) -> None:
         self._stop_listening()
         self._tasks.cancel()
-        self._meetings.close()
+        for task in self._following:
+            task.cancel()
+        self._rendezvous.close()
         self._states.close()
         # Its vector may lie on a GPU.
         self.services.averager.forget(self.settings.prefix)
 
     def _on_lost(self, peer: PeerId) -> None:
-        if self.progress.known.on_lost(peer, now=loop_now()):
+        if self.view.on_lost(peer, swarm_now=self.services.peers.time()):
             self.services.events.emit(PeerLeft(loop_now(), peer.hex(), "its link broke"))
-            self.progress.known.news.set()
+            self._news.set()
+
+    def _period_s(self) -> float:
+        if self._rendezvous.group is None:
+            return _FIRST_RECORDS_S
+        return min(max(_RECORDS_PER_PEER_S * len(self.view.all), _FIRST_RECORDS_S), _RECORDS_S)
+
+    async def _keep_exchanging(self) -> None:
+        urgent = self.view.urgent
+        while True:
+            await wait_until(loop_now() + self._period_s() * self.services.rng.uniform(0.8, 1.0), urgent)
+            urgent.clear()
+            try:
+                await self._exchange()
+            except PeerError as error:
+                logger.info("records not exchanged: %s", error)
+            except Exception as error:  # a door: the others must go on hearing of this peer
+                logger.exception("records not exchanged")
+                self.services.events.emit(Fault.of(loop_now(), "progress", error))
+
+    async def _exchange(self) -> None:
+        """Publish the own record, and read the others'; raises `PeerError`."""
+        await self._publish(ttl_s=max(4 * self._period_s(), _LEAST_TTL_S))
+        await self.refresh()
+
+    async def _publish(self, *, ttl_s: float) -> None:
+        view = self.view
+        peers = self.services.peers
+        addresses = peers.contact.addresses  # a tunnel or a relay may have opened or closed
+        up, down = self._bandwidth.known()
+        share = self.share
+        organizer = self._rendezvous.organizer
+        view.update(
+            addresses=addresses,
+            reduces=bool(addresses),
+            upload_bps=up,
+            download_bps=down,
+            samples=share.counted,
+            batch_s=share.batch_s,
+            samples_per_s=share.samples / share.batch_s if share.batch_s else 0.0,
+            organizer=organizer.id if organizer else b"",
+            told_at=peers.time(),
+        )
+        loss = await asyncio.to_thread(self.model.loss)  # it may wait for a GPU
+        if loss is not None:
+            view.update(loss=loss)
+        await self.services.dht.publish(progress_key(view.prefix), view.own, ttl_s=ttl_s)
 
     async def refresh(self) -> None:
-        await self._records.refresh()
+        await self.view.refresh(self.services.dht, self.services.peers)
+        if self.view.behind and not self.view.own.syncing:
+            self._needs_state = True
+        self._rendezvous.settings = self._formation_settings()
+        self._news.set()
+        if self.view.unreachable and not self._told_of_unreachable:
+            self._told_of_unreachable = True
+            text = (
+                f"none of {count(self.view.unreachable, 'other trainer')} can be dialled, nor can this peer, and no "
+                "assistant is there: it trains alone. swarm.serve_as_reducer() at a peer that can be dialled brings "
+                "them together"
+            )
+            logger.warning("%s", text)
+            self.services.events.emit(Notice(loop_now(), text, logged=True))
+
+    def _formation_settings(self) -> FormationSettings:
+        settings = dataclasses.replace(self._rendezvous.settings, least=self.view.min_peers)
+        if self._rendezvous.formation is not None:
+            self._rendezvous.formation.settings = settings
+        return settings
 
     def check(self) -> None:
-        differs = self.progress.election.disagreement()
+        differs = self.view.disagreement()
         if differs:
             self.services.events.emit(Fault(loop_now(), "this peer's settings", differs))
             raise MismatchError(other_settings(differs))
         self.comparison.check()
 
+    # What the rendezvous asks and tells.
+
+    async def organizers(self) -> Sequence[Contact]:
+        try:
+            await self.refresh()
+        except PeerError as error:
+            logger.info("records not read: %s", error)
+        return self.view.organizers(self.services.peers.contact)
+
+    def live(self) -> Collection[PeerId]:
+        return self.view.live(self.services.peers.linked())
+
+    def helpers(self) -> Collection[PeerId]:
+        return self.view.assistants.keys() | self.view.other_organizers
+
+    def on_granted(self) -> None:
+        self._news.set()
+
+    def on_group(self, group: Group, *, contributes: bool) -> None:
+        index = group.index_of(self.services.peers.id)
+        assert index is not None
+        for member, seconds in group.late:
+            peer = group.members[member].id
+            if peer != self.services.peers.id:
+                self.services.events.emit(Waited(loop_now(), peer.hex(), "its part of the batch", seconds))
+        if group.members[index].weight and not contributes:
+            # The others await a contribution that is gone: this peer cannot follow with weight 0.
+            self._needs_state = True
+        elif contributes:
+            self.comparison.on_group(group, self.view.own.rates)
+            self._group = group
+        else:
+            task = self._tasks.spawn(self._follow(group))
+            self._following.add(task)
+            task.add_done_callback(self._following.discard)
+            task.add_done_callback(lambda _: self._news.set())
+        self._news.set()
+
+    # A step.
+
+    def count(self, samples: float, now: float) -> None:
+        super().count(samples, now)
+        if self.share.nearly:
+            self._loop.call_soon_threadsafe(self._rendezvous.tell)
+
+    def on_gate(self) -> None:
+        super().on_gate()
+        paused = self.services.gate.closed
+        if paused != self.share.away:
+            self.share.away = paused
+            self.share.work(loop_now())
+            self._rendezvous.tell()
+            self._news.set()
+
     @property
     def behind(self) -> bool:
-        return self.progress.election.behind
+        return self._needs_state or self.comparison.deviant
 
-    def samples(self, now: float, *, aside: bool) -> float:
-        if not aside:
-            return self.progress.forecast.samples(now)
-        # The others' records still count the samples before the round.
-        own = self.progress.known.own
-        return own.samples * self.progress.forecast.samples_per_s() / (own.samples_per_s or math.inf)
+    async def ready(
+        self, offer: StepOffer, deadline: float = math.inf, *, idle: bool = False, final: bool = False
+    ) -> Ready:
+        if self._group is not None:
+            return Ready.CONTRIBUTE
+        self._begin()
+        share = self.share
+        peers = self.services.peers
+        terms = self._rendezvous.settings.terms
+        up, down = self._bandwidth.known()
+        own = self.view.own
+        rates, sketch = self.comparison.shown(offer.rates, own.step)
+        self.view.update(rates=offer.rates, changed=offer.changed)
+        if offer.loss is not None:
+            # Nothing is gathered yet where the next record is written just after the step.
+            self.view.update(loss=offer.loss)
+        share.ticket = Ticket(
+            replace(terms, step=own.step, lineage=own.lineage),
+            offer.weight,
+            bool(peers.contact.addresses),
+            up,
+            down,
+            metered=peers.metered,
+            unused=offer.unused,
+            loss=offer.loss,
+            samples=share.report(loop_now()).counted,
+            rates=rates,
+            sketch=sketch,
+            changed=offer.changed,
+        )
+        share.final = final
+        share.away = idle
+        self._rendezvous.tell()
+        tell_at = loop_now() + _TELL_S
+        ready = None
+        try:
+            while (ready := self._look(stays=idle or final)) is None and loop_now() < deadline:
+                self.check()
+                now = loop_now()
+                if (
+                    now >= tell_at
+                    and self._rendezvous.group is None
+                    and len(self.view.training) < self.view.min_peers
+                ):
+                    self.tell_begin(self.view.min_peers, self.view.training)
+                self._news.clear()
+                await wait_until(min(deadline, now + _TELL_S), self._news)
+        finally:
+            share.away = self.services.gate.closed
+            if ready is not Ready.CONTRIBUTE:
+                share.ticket = None
+                share.final = False
+                share.returned()
+                share.work(loop_now())
+                self._rendezvous.tell()
+        return ready or Ready.NOTHING
 
-    def round_due(self, now: float, *, waiting: bool) -> bool:
-        known = self.progress.known
-        forecast = self.progress.forecast
-        called = self._meetings.called == (known.own.step, known.own.lineage)
-        if called and not forecast.early_s(now):
-            return True
-        return forecast.batch_full(now, self.services.peers.time())
+    def _begin(self) -> None:
+        """Be a member from the first step on."""
+        own = self.view.own
+        if not self._steps and not own.syncing:
+            self._steps = True
+            self._hold(own.step, own.lineage)
+        self._rendezvous.start()
+
+    def depart(self) -> None:
+        if self._group is None:
+            super().depart()
+
+    def _look(self, *, stays: bool) -> Ready | None:
+        """Return what the trainer does now, or None while it waits."""
+        if self._group is not None:
+            return Ready.CONTRIBUTE
+        if self.behind:
+            return Ready.CATCH_UP
+        if self.missed():
+            return Ready.FOLLOW
+        if not stays and not self.share.used_up and not self._following:
+            return Ready.COMPUTE
+        return None
 
     async def contribute(self, contribution: RoundInput) -> AsyncGenerator[RoundOutcome, None]:
-        self._meetings.in_a_round = True
+        group = self._group
+        self._group = None
+        assert group is not None
         try:
-            result = await self._try_average(contribution)
-            if result is not None:
-                group = result.group
-                mean = Mean(contribution.vector, result.digest, group.unused, group.loss)
-                yield RoundOutcome(mean, result)
-        finally:
-            self._meetings.in_a_round = False
-
-    async def _try_average(self, contribution: RoundInput) -> GroupResult | None:
-        own = self.progress.known.own
-        began_at = loop_now()
-        try:
-            result = await self._average(own, contribution)
+            result = await self._average(group, contribution)
         except PeerError as error:
-            logger.info("no round for step %d: %s", own.step, error)
-            await self.refresh()
-            return None
-        finally:
-            self.progress.forecast.last_round_s = loop_now() - began_at
-        contributes = any(member.weight for member in result.group.members)
-        return result if contributes else None
+            logger.info("no round for step %d: %s", group.terms.step, error)
+            self._needs_state = True
+            self.share.counted += contribution.samples  # if this peer's own state counts
+            return
+        if any(member.weight for member in result.group.members):
+            mean = Mean(contribution.vector, result.digest, group.unused, group.loss)
+            yield RoundOutcome(mean, result)
 
-    async def on_applied(self, outcome: RoundOutcome, taken: StepTaken) -> None:
-        result = outcome.result
-        assert isinstance(result, GroupResult)
-        self._meetings.in_a_round = False
-        self._states.outdate()
-        for peer in result.samples:
-            self._meetings.standing.earn(peer, loop_now())
-        own = self.progress.known.own
-        events = self.services.events
-        if events.detailed:
-            digest = await self.state_digest()
-            mean = outcome.mean.vector.read(0, self.model.numel)
-            events.emit(result.applied(mean, own.step, own.lineage, digest, now=loop_now()))
-        self.comparison.on_sketch(taken.sketch)
-
-    async def _average(self, own: ProgressRecord, contribution: RoundInput) -> GroupResult:
-        """Take part in the round of a record's step and lineage; raises `PeerError` if there is none."""
+    async def _average(self, group: Group, contribution: RoundInput) -> GroupResult:
         began_at = loop_now()
-        vector = contribution.vector
-        events = self.services.events
-        group = await self._meetings.find_group(own, contribution)
-        self._meetings.called = None
-        if contribution.weight and events.detailed:
-            values = vector.read(0, vector.numel)
-            weight = contribution.weight
-            samples = contribution.samples
-            event = contributed(group, values, weight, samples, self.computed, now=loop_now())
-            events.emit(event)
         result = await self.services.averager.average(
-            group, vector, contribution.encoding, standing=self._meetings.standing, bounded=True
+            group, contribution.vector, contribution.fine, bounded=True
         )
-        self._meetings.bandwidth.on_round(result)
+        self._bandwidth.on_round(result)
         self.comparison.moved_bytes += result.sent_bytes + result.received_bytes
         if not result.spans_lost and len(result.contributors) > 1:
             shares = [member.share for member in group.members]
-            self._meetings.shares.on_round(shares, group.predicted_s, result.exchange_s)
-        events.emit(result.event(began_at=began_at, now=loop_now()))
+            self._shares.on_round(shares, group.predicted_s, result.exchange_s)
+        self.services.events.emit(result.event(began_at=began_at, now=loop_now()))
         return result
 
-    async def take_state(self, *, has_state: bool) -> CaughtUp | None:
-        known = self.progress.known
-        self._meetings.called = None
-        await self._records.exchange()
-        self.check()
-        branch = self.progress.election.branch()
-        own = known.own
-        if (branch.step, branch.lineage) == (own.step, own.lineage) and not self.comparison.deviant:
-            return None  # equal parameters already, or no other peer
-        capacity = max(1, _MAX_REPLAY_BYTES // (4 * self.model.numel))
-        try:
-            caught_up = await CatchUp(self, capacity=capacity, has_state=has_state).run()
-        except StateError:
-            if not has_state:
-                self.progress.election.trust_all()  # the next attempt tries all peers
-            raise
-        if caught_up is None:
-            self.comparison.deviant = False
-        return caught_up
+    async def on_applied(self, outcome: RoundOutcome, taken: StepTaken) -> None:
+        await super().on_applied(outcome, taken)
+        self.comparison.on_sketch(taken.sketch)
+        self._hold(self.view.own.step, self.view.own.lineage, beside=self.share.computes)
 
-    def on_loaded(self, donors: tuple[PeerId, ...]) -> None:
-        self.comparison.on_loaded(donors)
+    def _hold(self, step: int, lineage: bytes, *, beside: bool = False) -> None:
+        """This peer holds another state, and says so; ``beside``: while the trainer computes."""
+        if self._steps:
+            self.share.step = step
+            self.share.lineage = lineage
+            if not beside:
+                self.share.work(loop_now())
+        self._states.outdate()
+        self._means = {key: mean for key, mean in self._means.items() if key[0] >= step}
+        self._rendezvous.tell()
 
-    async def follow_round(self) -> dict[tuple[int, bytes], Mean]:
-        """Follow the round of the call; return its complete mean by step and lineage."""
-        called = self._meetings.called
-        assert called is not None
-        step, lineage = called
-        self._meetings.called = None
+    # The others' steps.
+
+    async def _follow(self, group: Group) -> None:
+        """Keep the mean of a round in which this peer does not contribute."""
         vector = HostVector(np.zeros(self.model.numel, np.float32))
-        own = msgspec.structs.replace(self.progress.known.own, step=step, lineage=lineage)
         try:
-            result = await self._average(own, RoundInput(vector, 0.0, 0.0, UploadEncoding()))
+            result = await self._average(group, RoundInput(vector, 0.0, 0.0))
         except PeerError as error:
-            logger.info("round %d not followed: %s", step, error)
-            return {}
+            logger.info("round %d not followed: %s", group.terms.step, error)
+            self._needs_state = True
+            return
+        if not any(member.weight for member in group.members):
+            return
         if result.kept_local:
-            return {}
-        return {(step, lineage): Mean(vector, result.digest, result.group.unused, result.group.loss)}
+            self._needs_state = True
+            return
+        self._means[group.terms.key] = Mean(vector, result.digest, group.unused, group.loss)
+        while len(self._means) > max(1, _MAX_REPLAY_BYTES // (4 * self.model.numel)):
+            del self._means[min(self._means)]
+        own = self.view.own
+        if not own.syncing and not self._chain(own.step, own.lineage):
+            self._needs_state = True
 
-    def adopt(self, step: int, lineage: bytes, *, syncing: bool = False) -> None:
-        self._meetings.forget(step, lineage)
-        super().adopt(step, lineage, syncing=syncing)
+    def _chain(self, step: int, lineage: bytes) -> list[Mean]:
+        """Return the means that were followed from a state on, in order."""
+        means = []
+        while (mean := self._means.get((step, lineage))) is not None:
+            means.append(mean)
+            step += 1
+            lineage = mean.lineage_after(lineage)
+        return means
 
-    async def distrust(self, donors: Sequence[PeerId]) -> None:
-        await super().distrust(donors)
-        wasted_s = dict.fromkeys(donors, self._download_s)
-        awaited = [self.services.peers.id, *donors]
-        self._meetings.standing.settle("to give a state that loads", wasted_s, awaited, loop_now())
+    @property
+    def parted(self) -> bool:
+        return bool(self._following or self.missed())
 
-    def patience_s(self, donors: Sequence[PeerId]) -> float:
-        """Return how long to wait for a state of these donors, where this peer could go on without it."""
+    def missed(self) -> list[Mean]:
+        return self._chain(self.view.own.step, self.view.own.lineage)
+
+    async def on_followed(self, taken: Sequence[StepTaken]) -> None:
+        await super().on_followed(taken)
+        self._hold(self.view.own.step, self.view.own.lineage)
+
+    # The state.
+
+    async def take_state(self, *, has_state: bool) -> CaughtUp | None:
+        self._rendezvous.start()
+        self.share.step = -1
+        self._rendezvous.tell()
+        reasons: dict[str, None] = {}
+        # The donors may not be further than they were.
+        await asyncio.sleep(max(0.0, self._loaded_at + _PAUSE_S - loop_now()))
+        for attempt in range(_ATTEMPTS):
+            await self._exchange()
+            self.check()
+            organizer = self.view.organizers(self.services.peers.contact)[0]
+            self._rendezvous.move(organizer)
+            donors = self._donors()
+            branch = self.view.branch()
+            own = self.view.own
+            # Where no group has formed, equal first parameters are the state. Else a record may be of a step before.
+            is_there = not has_state and (own.step, own.lineage) == (branch.step, branch.lineage)
+            if not donors or (is_there and not await self._rendezvous.has_begun(organizer)):
+                if has_state or not reasons:
+                    self._needs_state = False
+                    self.view.update(syncing=False)
+                    self._hold(self.view.own.step, self.view.own.lineage)
+                    return None
+                break
+            try:
+                snapshot = await self._download(donors)
+                self._loaded_at = loop_now()
+                return self._complete(snapshot)
+            except StateError as error:
+                reasons[str(error)] = None
+            await asyncio.sleep(_PAUSE_S * min(attempt, 5))
+        raise StateError(f"could not catch up with the swarm: {'; '.join(reasons)}")
+
+    def _donors(self) -> list[PeerId]:
+        """Return the other peers that hold the state of the branch."""
         now = loop_now()
-        usual_s = _ANSWER_S + most_state_bytes(self.model.numel) / _SNAPSHOT_BYTES_PER_S
-        return usual_s + max(self._meetings.standing.patience_s(donor, now) for donor in donors)
+        group = self._rendezvous.group
+        donors = set(self.view.branch().peers)
+        if group is not None:
+            # Those that have left give nothing.
+            donors = holders_of(group) & (self.view.others.keys() | set(self.services.peers.linked()))
+        donors.discard(self.services.peers.id)
+        if not donors and self.view.behind:
+            # The last group was of this peer alone: the others have gone another way.
+            donors = set(self.view.branch().peers - {self.services.peers.id})
+        trusted = {peer for peer in donors if not self.view.distrusts(peer, now)}
+        return sorted(trusted or donors)
 
-    async def download(self, donors: list[PeerId], timeout_s: float) -> Snapshot:
+    async def _download(self, donors: list[PeerId]) -> Snapshot:
         """Fetch the state from the donors, or through an assistant if they are unreachable."""
         began_at = loop_now()
         limit_bytes = most_state_bytes(self.model.numel)
         self.services.rng.shuffle(donors)
+        text = f"waiting for the state of the swarm: {count(len(donors), 'donor')} slow or frozen"
+        telling = self._loop.call_later(_SLOW_S, lambda: self.services.events.emit(Notice(loop_now(), text)))
         try:
-            snapshot = await self._states.download(donors, limit_bytes, timeout_s)
+            snapshot = await self._states.download(donors, limit_bytes, CHUNK_TIMEOUT_S)
         except StateError:
-            assistants = list(self.progress.known.assistants)
+            assistants = list(self.view.assistants)
             if not assistants:
                 raise
-            snapshot = await self._states.download(assistants, limit_bytes, timeout_s)
+            snapshot = await self._states.download(assistants, limit_bytes, CHUNK_TIMEOUT_S)
+        finally:
+            telling.cancel()
         state = snapshot.manifest
-        now = loop_now()
-        self._download_s = now - began_at
         names = tuple(donor.hex() for donor in snapshot.donors)
-        self.services.events.emit(StateReceived(now, state.step, names, state.size_bytes, self._download_s))
+        took_s = loop_now() - began_at
+        self.services.events.emit(StateReceived(loop_now(), state.step, names, state.size_bytes, took_s))
         return snapshot
+
+    def _complete(self, snapshot: Snapshot) -> CaughtUp:
+        """Return a state with the means since; raises `StateError` if some are missing."""
+        step = snapshot.manifest.step
+        means = self._chain(step, snapshot.manifest.subject)
+        reached = step + len(means)
+        if any(followed >= reached for followed, _ in self._means):
+            raise StateError("the swarm moved on during the download")
+        return snapshot, means
+
+    def on_loaded(self, step: int, lineage: bytes, donors: tuple[PeerId, ...]) -> None:
+        super().on_loaded(step, lineage, donors)
+        self._hold(step, lineage)
+        self._needs_state = False
+
+    def adopt(self, step: int, lineage: bytes, *, syncing: bool = False) -> None:
+        super().adopt(step, lineage, syncing=syncing)
+        if syncing:
+            self._needs_state = True
+        else:
+            self._rendezvous.begin_again()
+            self._hold(step, lineage)

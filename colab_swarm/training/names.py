@@ -1,21 +1,24 @@
 """Names of trained parameters: peers match tensors by name, in whatever order their optimizers hold them.
 
 A set of names has another order in each process, and equal shapes would be averaged crosswise. So the
-swarm's vector is in the model's order, and the training state has the names.
+swarm's vector is in the model's order, and the training state has the names. No peer's state is trusted to fit.
 """
 
+import itertools
 from collections.abc import Mapping, Sequence
-from itertools import takewhile
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
-from colab_swarm.errors import require
+from colab_swarm.errors import StateError, require
+from colab_swarm.training.flat import tensors_of
 from colab_swarm.training.state import Kind
 
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
 _NAMED = 3  # differing tensors that an error names
+_MAX_SETTING = 1e6  # bound on a learning rate and the like in a state
 
 
 class ModelNames:
@@ -31,13 +34,12 @@ class ModelNames:
         if model is None:
             return
         self._names = {id(parameter): name for name, parameter in model.named_parameters()}
-        paths = []
-        for name in (*self._names.values(), *(name for name, _ in model.named_buffers())):
-            paths.append(_path_of(name)[:-1])
+        names = [*self._names.values(), *dict(model.named_buffers())]
+        paths = [_path_of(name)[:-1] for name in names]
         if paths:
             # What the first and the last one share, all share.
             pairs = zip(min(paths), max(paths), strict=False)
-            self._shared = len(list(takewhile(_are_equal, pairs)))
+            self._shared = len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)))
 
     def bare(self, name: str) -> str:
         """Return a name of ``model.named_parameters()`` or ``named_buffers()`` as peers know it."""
@@ -57,10 +59,6 @@ class ModelNames:
 
     def __contains__(self, parameter: torch.Tensor) -> bool:
         return id(parameter) in self._names
-
-
-def _are_equal(pair: tuple[str, str]) -> bool:
-    return pair[0] == pair[1]
 
 
 def _path_of(name: str) -> list[str]:
@@ -105,11 +103,7 @@ def named_state(optimizer: Optimizer, names: Mapping[int, str]) -> dict[str, Any
 
     ``names``: of parameters, by their ``id``.
     """
-    by_position: dict[Any, Any] = {}
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            by_position[len(by_position)] = _name_in(names, parameter, len(by_position))
-    return _renamed(optimizer.state_dict(), by_position)
+    return _renamed(optimizer.state_dict(), dict(enumerate(_names_in(optimizer, names))))
 
 
 def state_by_position(
@@ -119,24 +113,20 @@ def state_by_position(
 
     Raises ValueError if a group of the optimizer has other parameters there.
     """
-    positions: dict[Any, Any] = {}
-    groups = []
-    for group in optimizer.param_groups:
-        first = len(positions)
-        for parameter in group["params"]:
-            positions[_name_in(names, parameter, len(positions))] = len(positions)
-        groups.append(list(range(first, len(positions))))
-    loaded = _renamed(state, positions)
-    for number, (own, theirs) in enumerate(zip(groups, loaded["param_groups"], strict=True)):
-        text = f"its parameter group {number} has other parameters"
-        require(set(own) == set(theirs["params"]), text)
+    loaded = _renamed(state, {name: position for position, name in enumerate(_names_in(optimizer, names))})
+    positions = itertools.count()
+    pairs = zip(optimizer.param_groups, loaded["param_groups"], strict=True)
+    for number, (group, theirs) in enumerate(pairs):
+        own = list(itertools.islice(positions, len(group["params"])))
+        require(set(own) == set(theirs["params"]), f"its parameter group {number} has other parameters")
         theirs["params"] = own
     return loaded
 
 
-def _name_in(names: Mapping[int, str], parameter: torch.Tensor, position: int) -> str:
-    """Return a parameter's name; that of a frozen one of an unknown model is its position."""
-    return names.get(id(parameter), f"frozen {position}")
+def _names_in(optimizer: Optimizer, names: Mapping[int, str]) -> list[str]:
+    """Return the parameters' names in their order; that of a frozen one of an unknown model is its position."""
+    parameters = tensors_of(optimizer)
+    return [names.get(id(parameter), f"frozen {number}") for number, parameter in enumerate(parameters)]
 
 
 def _renamed(state: Mapping[str, Any], names: Mapping[Any, Any]) -> dict[str, Any]:
@@ -146,3 +136,74 @@ def _renamed(state: Mapping[str, Any], names: Mapping[Any, Any]) -> dict[str, An
         groups.append({**group, "params": [names.get(key, key) for key in group["params"]]})
     renamed = {names.get(key, key): value for key, value in state["state"].items()}
     return {**state, "state": renamed, "param_groups": groups}
+
+
+def tensors_in(state: Any) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    """Return a peer's parameters, buffers and changed frozen parameters, by name; raises `StateError` without them."""
+    match state:
+        case {
+            "step": int(),
+            "lineage": bytes(),
+            "parameters": dict(parameters),
+            "buffers": dict(buffers),
+            "frozen": dict(frozen),
+            "optimizer": _,
+            "scheduler": _,
+        }:
+            return parameters, buffers, frozen
+    raise StateError("this is not the state of a collaboration")
+
+
+def check_options(own: Mapping[str, Any], theirs: Mapping[str, Any]) -> None:
+    """Raise ValueError if settings of an optimizer are missing, or would ruin the model."""
+    missing = own.keys() - theirs.keys()
+    if missing:
+        text = f"it lacks the settings {', '.join(sorted(missing))}"
+        more = theirs.keys() - own.keys()
+        if more:
+            text += f" and has {', '.join(sorted(more))}"
+        raise ValueError(text)
+    for name, value in theirs.items():
+        if isinstance(value, int | float) and value != own.get(name):
+            least = 0 if name == "lr" else -_MAX_SETTING
+            require(least <= value <= _MAX_SETTING, f"it has {name}={value}, which nobody trains with")
+
+
+def load_optimizers(
+    state: Mapping[str, Any],
+    optimizer: Optimizer,
+    local: Optimizer,
+    scheduler: LRScheduler | None,
+    names: Mapping[int, str],
+) -> None:
+    """Load the optimizer that takes the swarm's steps, that of local steps if the state has it, and the scheduler.
+
+    ``names``: of the parameters of both, by their ``id``.
+
+    Raises `StateError`, with both optimizers unchanged, if the state is another's, or would ruin the model.
+    """
+    before = optimizer.state_dict()
+    local_before = local.state_dict()
+    try:
+        optimizer.load_state_dict(state_by_position(state["optimizer"], optimizer, names))
+        if "local" in state:
+            local.load_state_dict(state_by_position(state["local"], local, names))
+        for own, theirs in zip(before["param_groups"], optimizer.param_groups, strict=True):
+            check_options(own, theirs)
+        if scheduler is not None and state["scheduler"] is not None:
+            scheduler.load_state_dict(state["scheduler"])
+        for loaded in {optimizer, local}:
+            _stride_state(loaded)
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        optimizer.load_state_dict(before)
+        local.load_state_dict(local_before)
+        raise StateError(f"the state belongs to another optimizer: {error}") from error
+
+
+def _stride_state(optimizer: Optimizer) -> None:
+    """Lay state out as its parameters, whose strides fused optimizers take it to have."""
+    for parameter, state in optimizer.state.items():
+        for key, value in state.items():
+            alike = isinstance(value, torch.Tensor) and value.shape == parameter.shape
+            if alike and value.stride() != parameter.stride():
+                state[key] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)

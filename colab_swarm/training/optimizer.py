@@ -13,18 +13,17 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from blake3 import blake3
 
 from colab_swarm.averaging.result import RoundResult
-from colab_swarm.errors import MismatchError, UnnamedValueError, require
+from colab_swarm.errors import MismatchError, StateError, UnnamedValueError, require
 from colab_swarm.events import Notice
 from colab_swarm.net.peers import PeerId
 from colab_swarm.runtime import Runner, uninterrupted
 from colab_swarm.training.agreement import FROZEN_BASE, agreement_of
-from colab_swarm.training.collaboration import Collaboration, Due
 from colab_swarm.training.drawn import NextStep
 from colab_swarm.training.flat import tensors_of
 from colab_swarm.training.gradients import Gradients
@@ -32,10 +31,10 @@ from colab_swarm.training.link_rounds import LinkRounds
 from colab_swarm.training.records import LINEAGE_BYTES, Agreement, ProgressRecord
 from colab_swarm.training.replica import Replica, UpdateRule, WrappedOptimizer
 from colab_swarm.training.rounds import Rounds, TrainedModel
-from colab_swarm.training.saving import ProgressSaver, TrainerCheckpoint, checkpoint_at
+from colab_swarm.training.saving import ProgressSaver, TrainerCheckpoint
 from colab_swarm.training.schedule import NO_SCHEDULER_HERE, GlobalScheduler
 from colab_swarm.training.settings import PeerServices, TrainingSettings
-from colab_swarm.training.state import CheckpointFolder
+from colab_swarm.training.state import CheckpointFolder, load_checkpoint
 from colab_swarm.training.timing import StepTimes
 from colab_swarm.training.trainer import Trainer
 
@@ -43,7 +42,6 @@ logger = logging.getLogger(__name__)
 
 _PASS_LOSS = "the scheduler goes by the swarm's loss: pass loss=…, as in optimizer.step(samples=…, loss=loss)"
 
-T = TypeVar("T")
 RoundsFor = Callable[[PeerServices, TrainingSettings, ProgressRecord, TrainedModel], Rounds]
 
 
@@ -83,10 +81,9 @@ class SwarmOptimizer(WrappedOptimizer):
         require(None not in [group.get("lr", 0.0) for group in rule.optimizer.param_groups], text)
         self._replica = Replica(rule)
         super().__init__(rule.optimizer, self._replica.stepping)
-        holds = services.averager.holds
         self._gathered = Gradients(
             self._replica,
-            holds,
+            services.averager.holds,
             error_feedback=settings.error_feedback,
             device_memory=settings.device_memory,
         )
@@ -94,7 +91,11 @@ class SwarmOptimizer(WrappedOptimizer):
         if before is not None and before.rule.model is rule.model and before._replica.moved:
             frozen_base = dict(before._agreement).get(FROZEN_BASE, "")
         self._agreement = agreement_of(self._replica, settings, frozen_base=frozen_base)
-        _warn_of_frozen(rule)
+        if rule.model is None and not all(one.requires_grad for one in tensors_of(rule.optimizer)):
+            logger.warning(
+                "the optimizer has frozen parameters, which are not compared with those of the other peers: pass "
+                "model=… to swarm.optimizer(…), which also averages the model's buffers"
+            )
         self._next = NextStep(lambda: self._replica.model, settings.batch_size)
         self.scheduler = GlobalScheduler(self, self._replica.schedule)  # a twin of the given one
         self._told: set[str] = set()
@@ -118,19 +119,19 @@ class SwarmOptimizer(WrappedOptimizer):
                 )
         else:
             resumed = self.checkpoint.resume(folder)
-        self.collaboration = runtime.call(self._start(rounds, name, syncing=not resumed))
+        self.rounds = runtime.call(self._start(rounds, name, syncing=not resumed))
         self.times = StepTimes(self._replica.model[0].device)
         self._trainer = Trainer(
-            runtime, services, self._replica, self._gathered, self.collaboration, lambda: self.over
+            runtime, services, self._replica, self._gathered, self.rounds, lambda: self.over
         )
         try:
-            if not resumed or self.collaboration.rounds.behind:
+            if not resumed or self.rounds.behind:
                 self._trainer.synchronize(tries=3)
         except BaseException:  # also an interrupt: its place in the swarm must be free for the next attempt
             try:
                 self.close()
             except BaseException:  # a stopped simulation runs nothing for its peers any more
-                self.collaboration.kill()
+                self.rounds.kill()
                 raise
             raise
 
@@ -140,7 +141,7 @@ class SwarmOptimizer(WrappedOptimizer):
         Raises `MismatchError`, with nothing changed, if the others would refuse this one.
         """
         if not before.closed.is_set():
-            differs = before.collaboration.rounds.refusal_of(self._agreement)
+            differs = before.rounds.refusal_of(self._agreement)
             require(not differs, f"{differs} Your first optimizer goes on as it was", MismatchError)
             before._why = (
                 "a later swarm.optimizer(…) of the same name has closed this one: use what that returned"
@@ -150,7 +151,7 @@ class SwarmOptimizer(WrappedOptimizer):
         # Closing it has shown the newest parameters.
         self._replica.begin()
 
-    async def _start(self, rounds: RoundsFor, name: str, *, syncing: bool) -> Collaboration:
+    async def _start(self, rounds: RoundsFor, name: str, *, syncing: bool) -> Rounds:
         replica = self._replica
         settings = self.settings
         own = ProgressRecord(
@@ -173,14 +174,14 @@ class SwarmOptimizer(WrappedOptimizer):
             replica.evidence.tolerance,
             lambda: self._gathered.loss.value,
         )
-        collaboration = Collaboration(rounds(self._services, settings, own, model))
+        started = rounds(self._services, settings, own, model)
         try:
-            await collaboration.start()
+            await started.start()
         except BaseException:  # also an interrupt
-            collaboration.kill()
+            started.kill()
             raise
         await self._saver.start()
-        return collaboration
+        return started
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
@@ -203,12 +204,12 @@ class SwarmOptimizer(WrappedOptimizer):
     @property
     def loss(self) -> float | None:
         """This peer's mean loss over its samples of the last step; None if no loss was passed."""
-        return self.collaboration.progress.known.own.loss
+        return self.rounds.view.own.loss
 
     @property
     def peer(self) -> PeerId:
         """The id of the peer that trains with this optimizer."""
-        return self.collaboration.progress.known.me
+        return self.rounds.view.me
 
     def warn(self, sentence: str) -> None:
         """Tell the user of something about the training, and record it."""
@@ -220,11 +221,11 @@ class SwarmOptimizer(WrappedOptimizer):
 
         These are by the clock, over the last half minute of rounds; 0 before the second round.
         """
-        progress = self.collaboration.progress
+        view = self.rounds.view
         return {
             "swarm_step": float(self.global_step),
-            "swarm_peers": float(len(progress.known.there)),
-            "swarm_samples_per_s": progress.pace.samples_per_s(self._runtime.time()),
+            "swarm_peers": float(len(view.there)),
+            "swarm_samples_per_s": view.pace.samples_per_s(self._runtime.time()),
         }
 
     @property
@@ -271,11 +272,11 @@ class SwarmOptimizer(WrappedOptimizer):
             NoGradientError, SampleCountError, WeightError, UnnamedValueError: the call is wrong.
             MismatchError: most other peers train with other settings.
         """
-        computed = None
-        if closure is not None:
-            computed = loss_of(closure)
+        computed = None if closure is None else loss_of(closure)
         next_samples, next_weight, next_loss = self._next.take()
-        samples, weight = self.settings.counted(_first(samples, next_samples), _first(weight, next_weight))
+        samples = next_samples if samples is None else samples
+        weight = next_weight if weight is None else weight
+        samples, weight = self.settings.counted(samples, weight)
         if loss is None:
             loss = computed if next_loss is None else next_loss
         require(loss is not None or not self._replica.schedule.needs_loss, _PASS_LOSS)
@@ -295,18 +296,8 @@ class SwarmOptimizer(WrappedOptimizer):
         uninterrupted(lambda: self._gathered.add(samples, weight, loss, scale=scale))
         with self._replica.lock:
             self._replica.schedule.check()
-        if not self._trainer.wait_for_peers():
-            return landed
-        changed = self._replica.evidence.changed
-        dropped = self._gathered.dropped
-        in_row = self._gathered.dropped_in_row
-        report = self.collaboration.report(samples, dropped=dropped, in_row=in_row, changed=changed)
-        due = self._runtime.call(report)
-        self._gathered.dropped = 0.0
-        result = self._trainer.act(due) or landed
-        if landed is not None and due is not Due.ROUND:
-            due = Due.LANDING
-        self.times.end(self._runtime.time(), due)
+        result = self._trainer.count(samples, landed=landed)
+        self.times.end(self._runtime.time(), self._trainer.due)
         return result
 
     def _tell_once(self, sentence: str) -> None:
@@ -377,7 +368,8 @@ class SwarmOptimizer(WrappedOptimizer):
         """
         with self._trainer_call():
             self._trainer.land(wait=True)
-            state = checkpoint_at(source)
+            state = source.latest() if isinstance(source, CheckpointFolder) else load_checkpoint(source)
+            require(state is not None, f"{source} holds no checkpoint that can be read", StateError)
 
             def restart() -> None:
                 self.checkpoint.take_up(state)
@@ -397,17 +389,13 @@ class SwarmOptimizer(WrappedOptimizer):
             async def stop() -> None:
                 await self._trainer.stop()
                 self._saver.stop()
-                await self.collaboration.stop()
+                await self.rounds.stop()
 
             try:
                 until = self._runtime.time() + hand_over_s
                 for _ in range(2):  # the first one may be a round that runs beside the trainer
                     left_s = until - self._runtime.time()
-                    if (
-                        left_s > 0
-                        and self._gathered.samples
-                        and not self.collaboration.progress.known.own.paused
-                    ):
+                    if left_s > 0 and self._gathered.samples and not self.rounds.view.own.paused:
                         self._trainer.wait_step(left_s)
             finally:  # a failed or interrupted hand-over loses no checkpoint
                 self.closed.set()
@@ -450,7 +438,7 @@ class SwarmOptimizer(WrappedOptimizer):
             with self._replica.lock:
                 switch()
                 self._replica.refresh()
-                self._replica.accept_written()
+                self._replica.written.on_written()
 
         return switch_between_steps
 
@@ -513,17 +501,3 @@ def loss_of(closure: Callable[[], float | torch.Tensor]) -> float | torch.Tensor
     require(callable(closure), text, UnnamedValueError)
     with torch.enable_grad():
         return closure()
-
-
-def _first(passed: T | None, default: T | None) -> T | None:
-    if passed is None:
-        return default
-    return passed
-
-
-def _warn_of_frozen(rule: UpdateRule) -> None:
-    if rule.model is None and not all(one.requires_grad for one in tensors_of(rule.optimizer)):
-        logger.warning(
-            "the optimizer has frozen parameters, which are not compared with those of the other peers: pass "
-            "model=… to swarm.optimizer(…), which also averages the model's buffers"
-        )

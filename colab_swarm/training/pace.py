@@ -39,6 +39,11 @@ class SwarmPace:
         """Forget all rounds, as this peer has missed some."""
         self._rounds = deque(maxlen=_MOST_ROUNDS)
 
+    def since_round_s(self, now: float) -> float:
+        """Return the time since the last round; 0 before the first. Thread-safe."""
+        rounds = list(self._rounds)
+        return now - rounds[-1].at if rounds else 0.0
+
     def samples_per_s(self, now: float) -> float:
         """Return the samples per second of all peers together. Thread-safe."""
         rounds = list(self._rounds)

@@ -1,6 +1,7 @@
 """Where a trainer's vectors lie: on the model's devices as far as their memory allows, else in main memory."""
 
 import logging
+import math
 from collections import Counter
 from collections.abc import Callable
 from typing import TypeAlias
@@ -14,34 +15,25 @@ from colab_swarm.tensors.device import free_bytes, host_values, in_main_memory
 from colab_swarm.tensors.device_vector import DeviceFeedback, DeviceVector
 from colab_swarm.tensors.vector import HostVector, Vector
 from colab_swarm.training.flat import FlatValues, reals
-from colab_swarm.training.replica import Mode, Replica, UpdateRule
+from colab_swarm.training.replica import Mode, Replica
 
 logger = logging.getLogger(__name__)
 
 ModelVector: TypeAlias = HostVector | DeviceVector
 _VALUE_BYTES = 4
-
-
-def vectors_beside(rule: UpdateRule, *, error_feedback: bool) -> int:
-    """Return how many float32 vectors a round keeps beside the user's own loop, and beside the sum of gradients."""
-    # The vector of the last round, from which other peers may still recover.
-    count = 1
-    if error_feedback:
-        # The residual and, while a round runs, what it cuts off.
-        count += 2
-    if rule.delayed:
-        # The contribution of the round that runs beside the trainer.
-        count += 1
-    if rule.mode is Mode.LOCAL:
-        # The swarm's parameters, and the model's as a round left them.
-        count += 1 + rule.delayed
-        if not rule.sparse:
-            # The outer momentum, and gradients that Nesterov's changes.
-            count += 2
-    elif rule.mode is Mode.DELAYED:
-        # The swarm's parameters, their gradients, two of the optimizer, and what its step needs meanwhile.
-        count += 6
-    return count
+# Float32 vectors of rounds, beside the user's loop and the sum of gradients. Keys: steps are local, steps are delayed.
+_VECTORS = {
+    # The one of the last round, from which other peers may still recover.
+    (False, False): 1,
+    # The contribution, the swarm's parameters and gradients, two of the optimizer, and what its step needs meanwhile.
+    (False, True): 8,
+    # The swarm's parameters, the outer momentum, and gradients that Nesterov's changes.
+    (True, False): 4,
+    # The contribution, and the model's parameters as a round left them.
+    (True, True): 6,
+}
+# The residual and, while a round runs, what it cuts off. SparseLoCo has them in place of the momentum.
+_FEEDBACK_VECTORS = 2
 
 
 class Placement:
@@ -64,13 +56,16 @@ class Placement:
     ) -> None:
         self._replica = replica
         self._held = held
-        count = vectors_beside(replica.rule, error_feedback=error_feedback)
-        self._beside_bytes = _VALUE_BYTES * replica.numel * count
-        sum_bytes = _VALUE_BYTES * replica.numel
-        self._sums_there = limit_bytes is None or limit_bytes >= sum_bytes
+        rule = replica.rule
+        self._vectors = _VECTORS[rule.local, rule.delayed]
+        if error_feedback and not rule.sparse:
+            self._vectors += _FEEDBACK_VECTORS
+        self._vector_bytes = _VALUE_BYTES * replica.numel
+        most_vectors = math.inf if limit_bytes is None else limit_bytes / self._vector_bytes
+        self._sums_there = most_vectors >= 1
         # Whether vectors lie on the devices; None: not decided.
         self._vectors_there: bool | None = None
-        if limit_bytes is not None and limit_bytes < sum_bytes + self._beside_bytes:
+        if most_vectors < 1 + self._vectors:
             self._vectors_there = False
         self._host_vectors: list[HostVector] = []
         self._summed: HostVector | None = None  # whose memory the present sum has
@@ -149,23 +144,16 @@ class Placement:
         if not self.on_devices:
             return
         if self._vectors_there is None:
-            self._vectors_there = self._fits()
+            vectors = self._vectors
+            if self._replica.rule.mode is Mode.DIRECT and not self._replica.step:
+                # Two vectors of the optimizer come with its first step.
+                vectors += 2
+            needed_bytes = Counter[torch.device]()
+            for parameter in self._replica.model:
+                needed_bytes[parameter.device] += vectors * _VALUE_BYTES * reals(parameter).numel()
+            self._vectors_there = all(free_bytes(device) >= needed for device, needed in needed_bytes.items())
             logger.info("the swarm's vectors lie %s", self.where)
         self._replica.place(beside_model=self._vectors_there)
-
-    def _fits(self) -> bool:
-        beside_bytes = self._beside_bytes
-        if self._replica.rule.mode is Mode.DIRECT and not self._replica.step:
-            # Two vectors of the optimizer come with its first step.
-            beside_bytes += 2 * _VALUE_BYTES * self._replica.numel
-        numel = Counter[torch.device]()
-        for parameter in self._replica.model:
-            numel[parameter.device] += reals(parameter).numel()
-        for device, count in numel.items():
-            needed_bytes = beside_bytes * count / self._replica.numel
-            if needed_bytes > max(free_bytes(device), 0):
-                return False
-        return True
 
     def leave_devices(self, error: torch.OutOfMemoryError, *, sums: bool = False) -> bool:
         """Bring all vectors to main memory, and future ``sums``; return False if they have been there."""
@@ -187,7 +175,6 @@ class Placement:
         if not self.on_devices:
             return "in main memory"
         devices = ", ".join(sorted({str(parameter.device) for parameter in self._replica.model}))
-        sum_bytes = _VALUE_BYTES * self._replica.numel
         if self._vectors_there:
-            return f"on {devices} ({size(sum_bytes + self._beside_bytes)} at most)"
-        return f"in main memory, and sums of gradients on {devices} ({size(sum_bytes)})"
+            return f"on {devices} ({size((1 + self._vectors) * self._vector_bytes)} at most)"
+        return f"in main memory, and sums of gradients on {devices} ({size(self._vector_bytes)})"

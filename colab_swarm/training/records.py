@@ -51,7 +51,6 @@ class ProgressRecord(Message, frozen=True):
     upload_bps: Figure | None = None  # measured bandwidth of its links; None: not measured yet
     download_bps: Figure | None = None
     paused: bool = False  # it computes nothing for now; no round waits for it, but it gives its state
-    idle: bool = False  # it has finished no micro-batch for long; counts like paused
     batch_s: Figure = 0.0  # what one micro-batch takes; nobody waits longer for it
     sketch: StateSketch | None = None  # of its state a few steps ago
     rates: Rates = ()  # the learning rates of its next step, highest first; empty: not known yet
@@ -59,21 +58,13 @@ class ProgressRecord(Message, frozen=True):
     joined_at: float = 0.0  # its swarm time; of two peers that disagree, the later one yields
     changed: bool = False  # by its own account, its parameters changed outside a step since it took a state
     agreement: Agreement = ()  # what must be equal at all peers, by name
-    counted_at: Figure = 0.0  # its swarm time when it counted its last micro-batch; 0: it computes none now
-
-    @property
-    def absent(self) -> bool:
-        """True if the peer computes nothing now: it has no vote, and no round waits for it."""
-        return self.paused or self.idle
+    organizer: PeerId = PeerId(b"")  # at whom it stands
+    told_at: float = 0.0  # its swarm time
 
     @property
     def computes(self) -> bool:
-        """True if the peer has the state and computes: its samples count, rounds wait for it."""
-        return not (self.syncing or self.absent)
-
-    def there(self, step: int) -> bool:
-        """Return True if the peer computes with those of a ``step``: one that was stopped says so no more."""
-        return self.computes and self.step >= step - STEPS_BEHIND
+        """True if the peer has the state and computes."""
+        return not (self.syncing or self.paused)
 
 
 @dataclass(frozen=True)

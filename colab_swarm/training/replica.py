@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from torch.optim import Optimizer
+from torch.optim import Optimizer, SparseAdam
 from torch.optim.lr_scheduler import LRScheduler
 
 from colab_swarm.averaging.group import flags_of
@@ -27,7 +27,6 @@ from colab_swarm.tensors.device_vector import DeviceVector
 from colab_swarm.tensors.vector import Vector
 from colab_swarm.training.buffers import Buffers
 from colab_swarm.training.digests import Evidence, digest_of, digest_with_optimizer
-from colab_swarm.training.fit import check_steppable, load_optimizers, tensors_in
 from colab_swarm.training.flat import (
     FlatValues,
     clear_gradients,
@@ -42,11 +41,17 @@ from colab_swarm.training.flat import (
     trained_by,
     within,
 )
-from colab_swarm.training.names import ModelNames, differing_kinds, kinds_of, named_state
+from colab_swarm.training.names import (
+    ModelNames,
+    differing_kinds,
+    kinds_of,
+    load_optimizers,
+    named_state,
+    tensors_in,
+)
 from colab_swarm.training.records import LINEAGE_BYTES, Mean
-from colab_swarm.training.schedule import Schedule
-from colab_swarm.training.sketch import StateSketch
-from colab_swarm.training.written import LOADED, WrittenWeights
+from colab_swarm.training.schedule import Schedule, steps_with
+from colab_swarm.training.watch import LOADED, WrittenWeights
 
 _MOST_GRADIENT = 1e16  # of a value; the squares of larger ones would freeze LAMB or Adam for good
 
@@ -84,7 +89,16 @@ class UpdateRule:
         is_plain = isinstance(optimizer, Optimizer) and not isinstance(optimizer, WrappedOptimizer)
         text = f"{kind} is no torch optimizer: pass one, such as torch.optim.AdamW(model.parameters())"
         require(is_plain, text, TypeError)
-        check_steppable(optimizer, self.scheduler)
+        text = f"{kind} computes the loss again within its step, which peers take together: pass another, such as AdamW"
+        require(steps_with(optimizer), text)
+        text = "SparseAdam takes no dense gradients, and a mean is dense: pass torch.optim.Adam"
+        require(not isinstance(optimizer, SparseAdam), text)
+        if self.scheduler is not None:
+            name = f"scheduler={type(self.scheduler).__name__}"
+            text = f"{name}: its step() needs more than a loss: choose one that steps with the swarm's loss, or without"
+            require(steps_with(self.scheduler) or steps_with(self.scheduler, 0.0), text)
+            is_ours = getattr(self.scheduler, "optimizer", optimizer) is optimizer
+            require(is_ours, f"{name} is over another optimizer: make it over the {kind} that you pass here")
 
     @property
     def mode(self) -> Mode:
@@ -117,6 +131,7 @@ class Replica:
             the run, or loaded another peer's state. Since then, processors may have rounded differently.
         evidence: what other peers compare with theirs.
         moved: frozen parameters that changed since the beginning, by name; `TrainedParameters` finds them.
+        written: notices what the user writes to the model's weights.
         lock: held during updates and copies.
     """
 
@@ -139,7 +154,8 @@ class Replica:
             self.parameters = [copy_of(parameter) for parameter in self.model]
             self.stepping = outer_optimizer(self.parameters, sparse=rule.sparse)
         elif rule.mode is Mode.DELAYED:
-            self.parameters = self._copies_in_order(move_to_copies(rule.optimizer), trained)
+            copies = dict(zip(map(id, trained), move_to_copies(rule.optimizer), strict=True))
+            self.parameters = [copies[id(parameter)] for parameter in self.model]
         for parameters in (self.model, self.parameters):
             self.name_by_id |= zip(map(id, parameters), self.names, strict=True)
         self.schedule = Schedule(rule.optimizer, rule.scheduler)
@@ -152,7 +168,7 @@ class Replica:
         self.front = self.buffers.numel
         self.numel = self.front + sum(reals(parameter).numel() for parameter in self.model)
         self.fine = self.front + small_values(self.model)
-        self._buffer_names = [names.bare(name) for name in self.buffers.names]
+        self._buffer_names = [names.bare(name) for name in self.buffers.averaged]
         self.kinds = kinds_of({**named, **dict(zip(self._buffer_names, self.buffers.shared, strict=True))})
         self.schema = hashlib.sha256(f"({self.kinds}, {rule.local})".encode()).digest()[:16]
         self.step = 0
@@ -162,20 +178,13 @@ class Replica:
         self.evidence = Evidence(rule.optimizer, self.stepping, self.model, self.parameters)
         self.moved: dict[str, torch.Tensor] = {}
         # Where the model's own weights are the swarm's, whatever is written to them counts.
-        self._written = WrittenWeights(self.model if rule.mode is not Mode.DIRECT else ())
+        self.written = WrittenWeights(self.model if rule.mode is not Mode.DIRECT else ())
 
     def begin(self) -> None:
         """Begin again, with what the model's weights and buffers are now."""
         self.take_model()
         self.buffers.load(self.buffers.live)
         self.lineage = digest_of((*self.model, *self.buffers.shared))
-
-    def _copies_in_order(
-        self, copies: list[torch.Tensor], originals: list[torch.Tensor]
-    ) -> list[torch.Tensor]:
-        """Return copies of ``originals`` in the order of ``model``."""
-        copy_by_id = dict(zip(map(id, originals), copies, strict=True))
-        return [copy_by_id[id(parameter)] for parameter in self.model]
 
     def place(self, *, beside_model: bool) -> None:
         """Bring the swarm's copies, and its optimizer's state, to the model's devices or to main memory."""
@@ -230,21 +239,19 @@ class Replica:
 
     def _update(self, gradient: FlatValues, unused: Sequence[bool]) -> None:
         """Change the swarm's parameters by a mean, from which other peers may read."""
-        max_grad_norm = self.rule.max_grad_norm
-        if self.rule.mode is Mode.LOCAL:
-            # The local steps were clipped already.
-            max_grad_norm = None
+        # The local steps were clipped already.
+        max_grad_norm = None if self.rule.local else self.rule.max_grad_norm
         take_step(self.stepping, self.parameters, gradient, unused, max_grad_norm=max_grad_norm, ours=False)
 
     def step_alone(self, gradient: FlatValues, unused: Sequence[bool]) -> None:
         """Take this peer's own step; ``gradient`` may be changed by it."""
+        rule = self.rule
         with self.lock:
-            max_grad_norm = self.rule.max_grad_norm
             take_step(
-                self.rule.optimizer, self.model, gradient, unused, max_grad_norm=max_grad_norm, ours=True
+                rule.optimizer, self.model, gradient, unused, max_grad_norm=rule.max_grad_norm, ours=True
             )
             self.schedule.accept()
-            self._written.on_written()
+            self.written.on_written()
 
     @torch.no_grad()
     def pseudo_gradient(self, out: FlatValues) -> None:
@@ -276,7 +283,7 @@ class Replica:
                 hand_over(self.model)
             self._departed = []
             self.buffers.show()
-            self._written.on_written()
+            self.written.on_written()
 
     def follow(self, means: Iterable[Mean]) -> None:
         """Take the steps that others took since a state was loaded, and show where they led."""
@@ -313,18 +320,14 @@ class Replica:
                 mine.add_(newest - left)
             self._departed = []
             self.buffers.show()
-            self._written.on_written()
-
-    def accept_written(self) -> None:
-        """Take the model's present weights for the optimizer's own, as a schedule-free one has switched."""
-        self._written.on_written()
+            self.written.on_written()
 
     def take_written(self) -> str:
         """Take weights that the user loaded into the model for the swarm's; return a sentence about it, or nothing.
 
         Smaller changes count as a part of local steps. With delayed updates they do not last.
         """
-        change = self._written.change()
+        change = self.written.change()
         if change >= LOADED:
             self.take_model()
             self.evidence.on_changed()
@@ -349,7 +352,7 @@ class Replica:
                     copy_out(shown, copy)
             if self._departed:
                 self.depart()
-            self._written.on_written()
+            self.written.on_written()
 
     # The optimizer, as its user sees it.
 
@@ -466,11 +469,6 @@ class Replica:
             lineage = self.lineage
             layout, blob = pack(self.state())
         return Snapshot.of(lineage, step, layout, blob)
-
-    def sketch(self) -> StateSketch:
-        """Return a sketch of the present state. Thread-safe."""
-        with self.lock:
-            return self.evidence.sketch(self.step, self.lineage)
 
     def load_snapshot(self, snapshot: Snapshot) -> None:
         self.load(unpack(snapshot.manifest.layout, snapshot.blob))

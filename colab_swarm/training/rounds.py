@@ -1,32 +1,30 @@
 """The seam between a trainer and its way of averaging: `Rounds` over links, in a bucket, or in a test.
 
-Three things pass it. A *contribution* (a vector, its weight and samples) goes in, and outcomes come
-back: each a mean to apply. The *state* of the model is given to late joiners, and taken from the
-others. The *members* are known by their records, in `Progress`.
+Two things pass it in each step. This peer's *share* says how many samples are granted to it, and is what it counts.
+Once that is used up, `ready` waits until the peer should *contribute* a vector, and outcomes come back: each a mean to
+apply. Beside that, the state of the model is given to late joiners, and taken from the others.
 """
 
-import asyncio
 import logging
 import math
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
+from enum import Enum
 from typing import TypeAlias
 
 from colab_swarm.averaging.result import RoundResult
+from colab_swarm.averaging.share import Share
 from colab_swarm.dht.service import BackgroundTasks
-from colab_swarm.errors import StateError
 from colab_swarm.events import Notice, PeerRefused
 from colab_swarm.net.peers import PeerId
-from colab_swarm.runtime import loop_now, wait_until
+from colab_swarm.runtime import loop_now
 from colab_swarm.tensors.chunks import Snapshot
 from colab_swarm.training.communication import elected_agreement
 from colab_swarm.training.comparison import Comparison
-from colab_swarm.training.forecast import ThroughputEstimator
-from colab_swarm.training.progress import Progress
 from colab_swarm.training.records import Agreement, Mean, ProgressRecord, StepTaken, differing
-from colab_swarm.training.settings import PeerServices, RoundInput, TrainingSettings
+from colab_swarm.training.settings import PeerServices, RoundInput, StepOffer, TrainingSettings
+from colab_swarm.training.view import SwarmView
 
 logger = logging.getLogger(__name__)
 
@@ -34,11 +32,20 @@ _STATE_BYTES = 12  # of a value: itself and the two of Adam, in float32
 # Of the bytes of rounds, compressed ones or not, those of states against drift, at most.
 _DRIFT_TRAFFIC = 0.1
 _FLOAT32_DRIFT_TRAFFIC = 0.01
-_TELL_S = 2.0  # of a wait for peers, before a word on it
 
 
 CaughtUp: TypeAlias = tuple[Snapshot, Iterable[Mean]]
 """A state, and the means since, in order."""
+
+
+class Ready(Enum):
+    """What `Rounds.ready` waited for."""
+
+    CONTRIBUTE = "contribute now"
+    COMPUTE = "more is granted"
+    FOLLOW = "the others took steps without this peer"
+    CATCH_UP = "this peer needs the swarm's state"
+    NOTHING = "the deadline"
 
 
 @dataclass(frozen=True)
@@ -85,7 +92,13 @@ class RoundOutcome:
 
 
 class Rounds(ABC):
-    """A way of averaging for one trainer; ``own`` is its first record. It runs on the runtime's event loop."""
+    """A way of averaging for one trainer; ``own`` is its first record. It runs on the runtime's event loop.
+
+    Attributes:
+        share: this peer's part of the present step; the trainer's thread counts there.
+        view: what is known of the others, and this peer's own record.
+        until: loop time after which the trainer waits no longer; the trainer sets it.
+    """
 
     def __init__(
         self, services: PeerServices, settings: TrainingSettings, own: ProgressRecord, model: TrainedModel
@@ -94,16 +107,14 @@ class Rounds(ABC):
         self.settings = settings
         self.model = model
         round_samples = settings.target_batch_size * settings.local_steps
-        self.progress = Progress(services.peers.id, own, settings.prefix, round_samples=round_samples)
-        # `Collaboration` writes these two: the trainer's speed, and when it waits no longer.
-        self.throughput = ThroughputEstimator(loop_now())
+        self.view = SwarmView(services.peers.id, own, settings.prefix, round_samples=round_samples)
+        self.share = Share()
         self.until = math.inf
-        self.computed = 0.0  # samples of this process so far
         traffic = _DRIFT_TRAFFIC
         if settings.compression == "float32":
             traffic = _FLOAT32_DRIFT_TRAFFIC
         drift_bytes = _STATE_BYTES * model.numel / traffic
-        self.comparison = Comparison(self.progress, model.tolerance, services.events, drift_bytes=drift_bytes)
+        self.comparison = Comparison(self.view, model.tolerance, services.events, drift_bytes=drift_bytes)
         self._told_of_peers = False  # whether a word on the wait for the first step was said
         self._tasks = BackgroundTasks("progress", services.events, services.rng)
 
@@ -140,31 +151,8 @@ class Rounds(ABC):
 
     def refusal_of(self, agreement: Agreement) -> str:
         """Return why the run would not let this peer train by another ``agreement`` than its own, or nothing."""
-        known = self.progress.known
-        others = {peer: record for peer, record in known.all.items() if peer != known.me}
-        elected = elected_agreement(others)
+        elected = elected_agreement(self.view.others)
         return other_settings(differing(elected, agreement)) if elected else ""
-
-    @property
-    @abstractmethod
-    def behind(self) -> bool:
-        """True if the swarm moved on without this peer."""
-
-    @property
-    def enough_peers(self) -> bool:
-        """True if so many peers train that the first step may be taken."""
-        known = self.progress.known
-        return len(known.training) >= known.min_peers
-
-    async def wait_for_peers(self, deadline: float) -> None:
-        """Wait until there are `enough_peers`, or the ``deadline``."""
-        known = self.progress.known
-        tell_at = loop_now() + _TELL_S
-        while not self.enough_peers and loop_now() < deadline:
-            if loop_now() >= tell_at:
-                self.tell_begin(known.min_peers, known.training)
-            known.news.clear()
-            await wait_until(min(deadline, loop_now() + _TELL_S), known.news)
 
     def tell_begin(self, count: int, training: Sequence[str]) -> None:
         """Say once for whom the first step waits."""
@@ -175,17 +163,31 @@ class Rounds(ABC):
         logger.warning("%s", text)
         self.services.events.emit(Notice(loop_now(), text, logged=True))
 
-    def on_batch(self, samples: float) -> None:
-        """The trainer has computed a micro-batch, which its record counts."""
-        self.computed += samples
+    def count(self, samples: float, now: float) -> None:
+        """Count a micro-batch in the share. Thread-safe."""
+        self.share.count(samples, now)
+
+    def on_gate(self) -> None:
+        """This peer was paused, or goes on."""
+        self.view.update(paused=self.services.gate.closed)
+
+    @property
+    @abstractmethod
+    def behind(self) -> bool:
+        """True if this peer needs the swarm's state. Thread-safe."""
 
     @abstractmethod
-    def samples(self, now: float, *, aside: bool) -> float:
-        """Return the samples of all peers since the last round; ``aside``: one runs beside the trainer."""
+    async def ready(
+        self, offer: StepOffer, deadline: float = math.inf, *, idle: bool = False, final: bool = False
+    ) -> Ready:
+        """Wait, with the share used up, until it is clear what the trainer does next.
 
-    @abstractmethod
-    def round_due(self, now: float, *, waiting: bool) -> bool:
-        """Return True if this peer should contribute now; ``waiting``: it has no more data for a while."""
+        ``idle``: it has no more data for now, whatever is granted. ``final``: it computes on, for the next step.
+        """
+
+    def depart(self) -> None:
+        """The contribution is complete, and the trainer computes on for the next step."""
+        self.share.depart()
 
     @abstractmethod
     def contribute(self, contribution: RoundInput) -> AsyncGenerator[RoundOutcome, None]:
@@ -194,9 +196,25 @@ class Rounds(ABC):
         The trainer applies each one, and calls `on_applied`, before it asks for the next.
         """
 
-    @abstractmethod
     async def on_applied(self, outcome: RoundOutcome, taken: StepTaken) -> None:
-        """The trainer took a step with the mean, and its record has advanced."""
+        """The trainer took a step with the mean."""
+        self.view.advance(taken.lineage, taken.rates)
+        samples = outcome.result.samples
+        self.view.on_step(samples, now=loop_now(), swarm_now=self.services.peers.time())
+
+    @property
+    def parted(self) -> bool:
+        """True if the others take or took a step without this peer: what it computes now is dropped. Thread-safe."""
+        return False
+
+    def missed(self) -> list[Mean]:
+        """Return the means of the steps that the others took without this peer, in order; they are to be applied."""
+        return []
+
+    async def on_followed(self, taken: Sequence[StepTaken]) -> None:
+        """The trainer took the steps of `missed`."""
+        for one in taken:
+            self.view.advance(one.lineage, one.rates)
 
     @abstractmethod
     async def take_state(self, *, has_state: bool) -> CaughtUp | None:
@@ -205,25 +223,18 @@ class Rounds(ABC):
         Raises `StateError` if the state is not to be had, and this peer has none.
         """
 
-    @abstractmethod
-    def on_loaded(self, donors: tuple[PeerId, ...]) -> None:
-        """The trainer has loaded the state that `take_state` returned, of these donors."""
+    def on_loaded(self, step: int, lineage: bytes, donors: tuple[PeerId, ...]) -> None:
+        """The trainer has loaded the state that `take_state` returned, of these donors, and is at this step."""
+        self.view.leap(step, lineage, syncing=False)
+        self.comparison.on_loaded(donors)
 
     async def distrust(self, donors: Sequence[PeerId]) -> None:
-        """Take the vote of peers that gave a state which does not load."""
+        """Ask the peers that gave a state which does not load no more."""
         now = loop_now()
-        self.progress.election.distrust(donors, now=now)
+        self.view.distrust(donors, now=now)
         for donor in donors:
             self.services.events.emit(PeerRefused(now, donor.hex(), "a state", "it does not load"))
 
-    async def state_digest(self) -> str:
-        """Return a digest of the state for the history; empty with local steps, which make every state different."""
-        with suppress(StateError):
-            if self.settings.local_steps == 1:
-                return (await asyncio.to_thread(self.model.snapshot)).manifest.root.hex()
-        return ""
-
     def adopt(self, step: int, lineage: bytes, *, syncing: bool = False) -> None:
-        """Move this peer's record to a state that it has loaded or, ``syncing``, still needs."""
-        self.progress.leap(step, lineage, syncing=syncing)
-        self.progress.known.urgent.set()
+        """Move this peer's record to a state of a checkpoint or, ``syncing``, to one that does not count."""
+        self.view.leap(step, lineage, syncing=syncing)

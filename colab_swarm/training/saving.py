@@ -4,18 +4,19 @@ import asyncio
 import logging
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from colab_swarm.dht.service import BackgroundTasks
-from colab_swarm.errors import StateError, require
+from colab_swarm.errors import StateError
 from colab_swarm.events import Fault
 from colab_swarm.tensors.statedict import copied
 from colab_swarm.training.gradients import Gradients
 from colab_swarm.training.replica import Replica
 from colab_swarm.training.settings import PeerServices
-from colab_swarm.training.state import CheckpointFolder, load_checkpoint, save_checkpoint
+from colab_swarm.training.state import CheckpointFolder, save_checkpoint
 
 logger = logging.getLogger(__name__)
 
@@ -23,19 +24,18 @@ SAVE_S = 120.0
 _MOST_OF_TIME = 0.05  # largest part of the time that saving may take
 
 
+@dataclass
 class TrainerCheckpoint:
-    """A trainer's progress: the replica's state, the error feedback, and the positions in the data.
+    """A trainer's progress: the replica's state, the error feedback, and the positions in the data."""
 
-    Attributes:
-        positions: of each loader, in the order in which they were first given to `Swarm.batches`: passes that this
-            peer has read, and batches of the present one.
-    """
-
-    def __init__(self, replica: Replica, gathered: Gradients) -> None:
-        self.positions: list[tuple[int, int]] = []
-        self._loaders: list[Any] = []  # the objects themselves: an address may be another one's later
-        self._replica = replica
-        self._gathered = gathered
+    _replica: Replica
+    _gathered: Gradients
+    # Of each loader, in the order in which they were first given to `Swarm.batches`: passes that this peer has read,
+    # and batches of the present one.
+    positions: list[tuple[int, int]] = field(default_factory=list)
+    _loaders: list[Any] = field(
+        default_factory=list
+    )  # the objects themselves: an address may be another one's later
 
     @property
     def step(self) -> int:
@@ -87,13 +87,6 @@ class TrainerCheckpoint:
             target.save(state["step"], state)
         else:
             save_checkpoint(target, state)
-
-
-def checkpoint_at(source: str | Path | CheckpointFolder) -> Any:
-    """Read a checkpoint, or a folder's latest readable one; raises `StateError` without any."""
-    state = source.latest() if isinstance(source, CheckpointFolder) else load_checkpoint(source)
-    require(state is not None, f"{source} holds no checkpoint that can be read", StateError)
-    return state
 
 
 class ProgressSaver:

@@ -6,12 +6,12 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from difflib import get_close_matches
+from enum import Enum
 from numbers import Real
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from colab_swarm.averaging.member import UploadEncoding
 from colab_swarm.averaging.result import RoundResult
 from colab_swarm.averaging.router import PrefixRouter
 from colab_swarm.dht.service import RunServices
@@ -38,29 +38,7 @@ def most_state_bytes(numel: int) -> int:
 
 
 _MEASURABLE_BYTES = 1 << 18  # a round that moved less says nothing about bandwidth
-KEPT_PER_ROUND = 0.98
-ROUNDS = 4  # number of rounds before their best counts: a single round may have waited for anything
-
-
-class _Direction:
-    """The best bandwidth of the last rounds in one direction, bits per second."""
-
-    def __init__(self) -> None:
-        self._best_bps = 0.0
-        self._rounds = 0  # that were large enough
-
-    def on_round(self, size_bytes: int, seconds: float) -> None:
-        self._best_bps *= KEPT_PER_ROUND  # bandwidth changes
-        if size_bytes >= _MEASURABLE_BYTES and seconds > 0:
-            self._best_bps = max(self._best_bps, 8 * size_bytes / seconds)
-            self._rounds += 1
-
-    def known_bps(self, link_bps: float | None) -> float | None:
-        """Return the bandwidth by rounds or by the links, whichever is more; None: not measured."""
-        best_bps = link_bps or 0.0
-        if self._rounds >= ROUNDS:
-            best_bps = max(best_bps, self._best_bps)
-        return best_bps or None
+KEPT_PER_ROUND = 0.98  # of the best bandwidth so far, as bandwidth changes
 
 
 class LinkBandwidth:
@@ -71,17 +49,22 @@ class LinkBandwidth:
 
     def __init__(self, peers: Peers) -> None:
         self._peers = peers
-        self._upload = _Direction()
-        self._download = _Direction()
+        self._best_bps = [0.0, 0.0]  # of rounds: upload and download
 
     def on_round(self, result: RoundResult) -> None:
-        self._upload.on_round(result.sent_bytes, result.exchange_s)
-        self._download.on_round(result.received_bytes, result.exchange_s)
+        for direction, size_bytes in enumerate((result.sent_bytes, result.received_bytes)):
+            best_bps = KEPT_PER_ROUND * self._best_bps[direction]
+            if size_bytes >= _MEASURABLE_BYTES and result.exchange_s > 0:
+                best_bps = max(best_bps, 8 * size_bytes / result.exchange_s)
+            self._best_bps[direction] = best_bps
 
     def known(self) -> tuple[float | None, float | None]:
         """Return upload and download, bits per second; None where not measured."""
         links = self._peers.statistics()
-        return self._upload.known_bps(links.upload_bps), self._download.known_bps(links.download_bps)
+        upload_bps, download_bps = self._best_bps
+        return max(upload_bps, links.upload_bps or 0.0) or None, max(
+            download_bps, links.download_bps or 0.0
+        ) or None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,6 +77,27 @@ class PeerServices(RunServices):
     pace: Callable[[float], float] | None = None  # a simulated peer's seconds for a number of samples
 
 
+class Due(Enum):
+    """What a call of `step()` did beside counting."""
+
+    NOTHING = "nothing"
+    LOCAL_STEP = "a local step"
+    ROUND = "a round"
+    LANDING = "waiting for the round beside it"
+    CATCH_UP = "catching up"
+
+
+@dataclass(frozen=True)
+class StepOffer:
+    """What a trainer says of its contribution before it makes it."""
+
+    weight: float  # in the mean
+    loss: float | None = None
+    unused: bytes = b""  # the bits of the tensors without a gradient
+    rates: tuple[float, ...] = ()  # of learning, at this step
+    changed: bool = False  # the parameters changed outside a step
+
+
 @dataclass(frozen=True)
 class RoundInput:
     """A trainer's contribution to a round; the mean overwrites ``vector``. With weight 0 it does not count.
@@ -104,7 +108,7 @@ class RoundInput:
     vector: Vector
     weight: float  # in the mean
     samples: float  # towards the batch
-    encoding: UploadEncoding
+    fine: int | None = None  # values at the front that belong to small tensors
     loss: float | None = None
     unused: bytes = b""
 
@@ -140,7 +144,6 @@ class TrainingSettings:
             resulting parameters (DiLoCo), for as many times less traffic.
             With sparseloco or topk as compression: SparseLoCo (arXiv 2508.15706), whose error feedback decays and is
             the outer momentum; a contribution has 146 times fewer bytes than float32.
-        matchmaking_timeout_s: how long a round waits for slow peers, at most.
         device_memory: bytes of the GPUs' memory that the swarm may use beside your own loop; None: what is free. With
             0 gradients are summed in main memory, and each one is copied there.
         min_peers: the first ``step()`` waits until so many peers train, this one included; later it waits for
@@ -156,31 +159,28 @@ class TrainingSettings:
     error_feedback: bool = False
     overlap: bool = False
     local_steps: int = 1
-    matchmaking_timeout_s: float = 5.0
     min_peers: int | None = None
     device_memory: float | None = None
 
     def __post_init__(self) -> None:
         size = self.target_batch_size
-        steps = self.local_steps
         text = f"target_batch_size={size!r}: pass the samples per global step, such as 4096"
         require(isinstance(size, Real) and size > 0, text)
         object.__setattr__(self, "target_batch_size", float(size))
         if not self.mean_compression:
             object.__setattr__(self, "mean_compression", mean_codec_for(self.compression))
-        memory = self.device_memory
-        text = f"device_memory={memory!r}: pass bytes, such as 2e9, or 0"
-        require(memory is None or (isinstance(memory, int | float) and memory >= 0), text)
         for codec in (self.compression, self.mean_compression):
             # Raises ValueError for an unknown codec.
             Precision(codec)
+        memory = self.device_memory
+        text = f"device_memory={memory!r}: pass bytes, such as 2e9, or 0"
+        require(memory is None or (isinstance(memory, int | float) and memory >= 0), text)
+        steps = self.local_steps
         text = f"local_steps={steps!r}: pass 1 to {_MAX_LOCAL_STEPS}"
         require(isinstance(steps, int) and 1 <= steps <= _MAX_LOCAL_STEPS, text)
         least = self.min_peers
-        require(
-            least is None or (isinstance(least, int) and 1 <= least <= MOST_MIN_PEERS),
-            f"min_peers={least!r}: pass how many peers must train before the first step, 1 to {MOST_MIN_PEERS}",
-        )
+        text = f"min_peers={least!r}: pass how many peers must train before the first step, 1 to {MOST_MIN_PEERS}"
+        require(least is None or (isinstance(least, int) and 1 <= least <= MOST_MIN_PEERS), text)
         if self.is_sparse_local:
             object.__setattr__(self, "error_feedback", True)
 

@@ -8,8 +8,8 @@ compared with a tolerance, as processors differ by rounding.
 """
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Collection
+from enum import Enum
 from typing import Annotated
 
 import msgspec
@@ -27,7 +27,6 @@ _URGENT = (
     1 / 2
 )  # of the tolerance: by more, it is brought back whatever that costs, before it passes for another one
 _LEAST_NORM = 1e-30
-RELOAD_S = 600.0  # between two states that this peer gives up
 
 
 class StateSketch(Message, frozen=True):
@@ -45,7 +44,7 @@ class StateSketch(Message, frozen=True):
 
         The mean square of the projections' differences is that of the states (Johnson and Lindenstrauss).
         """
-        if len(self.values) != len(other.values):
+        if len(self.values) != len(other.values) or len(self.values) % (1 + PROJECTIONS):
             return math.inf
         mine = np.array(self.values).reshape(-1, 1 + PROJECTIONS)
         theirs = np.array(other.values).reshape(-1, 1 + PROJECTIONS)
@@ -60,134 +59,44 @@ class StateSketch(Message, frozen=True):
         return float(np.maximum(difference[:, 0], projected).max(initial=0.0))
 
 
-@dataclass(frozen=True)
-class Deviation:
-    """This peer's state is another than that of most votes.
+class Verdict(Enum):
+    """What the comparison of this peer's state with that of most others comes to."""
 
-    Attributes:
-        gap: the difference, in norms.
-        donors: who may have given this peer a false state; empty if its own steps moved it.
-        again: it left the swarm's for the second time.
-        drifts: it is within the tolerance.
-    """
-
-    gap: float
-    donors: tuple[PeerId, ...] = ()
-    again: bool = False
-    drifts: bool = False
+    FALSE = "the donors of this peer's state gave another one"
+    MOVED = "its own steps moved it"
+    AGAIN = "its own steps moved it, for the second time"
+    DRIFTS = "rounding moved it, within the tolerance"
 
 
 class StateCheck:
-    """Compares this peer's sketches with the others'; a pure core.
-
-    Until most votes confirm a loaded state, its sketch is not published: the copies of one lie are no witnesses.
-    """
+    """Compares this peer's sketches with those of most others; a pure core."""
 
     def __init__(self, tolerance: float) -> None:
-        self.own: StateSketch | None = None  # of the last step that had one; None since a state was loaded
+        self.donors: tuple[PeerId, ...] = ()  # of a loaded state, until most others confirm it
         self._tolerance = tolerance
-        self._deviated = False  # whether `judge` has found once that the state left the swarm's by itself
-        self._donors: tuple[PeerId, ...] = ()  # of a state, from `on_loaded` until it is confirmed
-        self._suspects = (
-            True  # donors; False from the first one that `judge` has named until a state is confirmed
-        )
-        self._compared = False  # whether `judge` has seen a vote on ``own``
-        self._reload_at = -math.inf  # no state is given up before; set when one is
-
-    @property
-    def published(self) -> StateSketch | None:
-        if self._donors:
-            return None
-        return self.own
+        self._moved = False  # whether its own steps have moved its state once
+        self._reloaded = False  # whether the present state replaces one that its donors gave falsely
 
     def on_loaded(self, donors: tuple[PeerId, ...]) -> None:
-        self.own = None
-        self._donors = donors
-
-    def on_sketch(self, sketch: StateSketch) -> None:
-        """Take the own sketch of a step; the state counts as confirmed if nobody had one of the last."""
-        if self.own is not None and not self._compared:
-            self._confirm()
-        self.own = sketch
-        self._compared = False
-
-    def agree(self, one: StateSketch, other: StateSketch) -> bool:
-        return one.distance(other) <= self._tolerance
+        self.donors = donors
 
     def judge(
-        self,
-        sketches: Mapping[PeerId, StateSketch],
-        votes: Mapping[PeerId, float],
-        senior: PeerId | None,
-        now: float,
-        *,
-        corrects: bool = True,
-    ) -> Deviation | None:
-        """Compare the own sketch with the others' of its step, and say if the state must be loaded again.
+        self, own: StateSketch, theirs: StateSketch, agreeing: Collection[PeerId], *, corrects: bool = True
+    ) -> Verdict | None:
+        """Compare two sketches of one step; None: they are equal enough.
 
-        Two questions: a loaded state is no witness itself, and waits at a tie. It needs more than half of the votes
-        that have a sketch to be confirmed, and more than half of all the others' to be given up. Among confirmed
-        states one must win, so `Election.senior` breaks ties.
-
-        A given-up state was false, or this peer's own steps are. If its donors hold what most do, another donor
-        decides: a state that leaves that one's too, or without another one, was moved by the own steps.
-
-        ``votes``: of all other trainers, with a sketch or without.
-        ``senior``: a peer whose sketch counts most, this peer's own included; None: too few have one.
+        ``agreeing``: who has their state. A donor among them gave it, so this peer's own steps moved it.
         ``corrects``: also if it drifts by little.
         """
-        own = self.own
-        if own is None:
-            return None
-        if sketches:
-            self._compared = True
-        if not self._donors:
-            return self._deviation(own, sketches.get(senior) if senior else None, corrects=corrects)
-        if 2 * self._votes_for(own, sketches, votes) > sum(votes[peer] for peer in sketches):
-            self._confirm()
-            return None
-        total = sum(votes.values())
-        others = [
-            sketch for sketch in sketches.values() if 2 * self._votes_for(sketch, sketches, votes) > total
-        ]
-        if not others:
-            return None
-        agreeing = {peer for peer, sketch in sketches.items() if self.agree(sketch, others[0])}
-        has_other_donors = bool(agreeing.difference(self._donors))
-        if agreeing.intersection(self._donors) and not (self._suspects and has_other_donors):
-            return self._deviation(own, others[0], corrects=False)
-        if now < self._reload_at:
-            return None
-        deviation = Deviation(own.distance(others[0]), self._donors)
-        self._reload_at = now + RELOAD_S
-        self._suspects = False
-        self.on_loaded(())
-        return deviation
-
-    def _confirm(self) -> None:
-        self._donors = ()
-        self._suspects = True
-
-    def _deviation(self, own: StateSketch, theirs: StateSketch | None, *, corrects: bool) -> Deviation | None:
-        if theirs is None:
-            return None
         gap = own.distance(theirs)
-        if gap > self._tolerance:
-            deviation = Deviation(gap, again=self._deviated)
-            self._deviated = True
-        elif gap > _DRIFT * self._tolerance and (corrects or gap > _URGENT * self._tolerance):
-            deviation = Deviation(gap, drifts=True)
-        else:
-            return None
-        self.on_loaded(())
-        return deviation
-
-    def _votes_for(
-        self, sketch: StateSketch, sketches: Mapping[PeerId, StateSketch], votes: Mapping[PeerId, float]
-    ) -> float:
-        """Return the votes of the peers whose sketches agree with this one."""
-        count = 0.0
-        for peer, other in sketches.items():
-            if self.agree(sketch, other):
-                count += votes[peer]
-        return count
+        if gap <= self._tolerance:
+            self.donors = ()
+            self._reloaded = False
+            drifts = gap > _DRIFT * self._tolerance and (corrects or gap > _URGENT * self._tolerance)
+            return Verdict.DRIFTS if drifts else None
+        if self.donors and not self._reloaded and not set(self.donors).intersection(agreeing):
+            self._reloaded = True
+            return Verdict.FALSE
+        moved = self._moved
+        self._moved = True
+        return Verdict.AGAIN if moved else Verdict.MOVED

@@ -10,7 +10,6 @@ backbone gives a checkpoint of its own when no trainer is left.
 
 import asyncio
 import logging
-import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -19,11 +18,9 @@ from typing import Any, TypeAlias
 import msgspec
 
 from colab_swarm.averaging.router import PrefixRouter
-from colab_swarm.averaging.standing import Standing
 from colab_swarm.errors import PeerError, PeerLost, PeerTimeout, PeerUnreachable, StateError, require
 from colab_swarm.files import StepFiles
 from colab_swarm.net.peers import Message, PeerId, Peers, Refusal, Role, Stream, decoded, remember, short
-from colab_swarm.runtime import loop_now
 from colab_swarm.tensors.chunks import (
     CHUNK_TIMEOUT_S,
     MAX_STATE_BYTES,
@@ -36,6 +33,7 @@ from colab_swarm.tensors.chunks import (
     blob_of,
     receive_chunk,
     send_chunks,
+    silence_s,
     tensors_in,
 )
 from colab_swarm.tensors.statedict import (
@@ -53,11 +51,10 @@ logger = logging.getLogger(__name__)
 # Of a tensor: its data type, as torch prints it without "torch.", and its shape.
 Kind: TypeAlias = tuple[str, tuple[int, ...]]
 
+_ASKED = 4  # donors that are asked at once for what they hold
+_AGREED_S = 1.0  # for the others, once two have answered
 _MIRROR_TIMEOUT_S = CHUNK_TIMEOUT_S / 3  # for one donor; a late joiner waits for two
-_MIRRORED = 3  # donors that a mirror asks: of two, the quicker liar would decide
 _REMEMBERED = 4
-_WHAT = "to give its state"
-_LAST_CHUNKS_S = 0.25  # some donor is the last one
 
 
 def save_checkpoint(path: str | Path, state: Any) -> None:
@@ -123,16 +120,11 @@ class FetchState(FetchChunks, frozen=True):
 class StateSharing:
     """Serves this peer's snapshots and downloads other peers'.
 
-    ``await provide()`` takes a snapshot of the current step; None or `StateError`: there is none. ``standing``: what
-    others' delays have cost this peer, if the owner keeps account of it.
+    ``await provide()`` takes a snapshot of the current step; None or `StateError`: there is none.
     """
 
     def __init__(
-        self,
-        router: PrefixRouter,
-        prefix: str,
-        provide: Callable[[], Awaitable[Snapshot | None]],
-        standing: Standing | None = None,
+        self, router: PrefixRouter, prefix: str, provide: Callable[[], Awaitable[Snapshot | None]]
     ) -> None:
         self._router = router
         self._peers = router.peers
@@ -142,11 +134,8 @@ class StateSharing:
         self._fresh = False
         self._taking = asyncio.Lock()
         self._begun: dict[bytes, ChunkDownload] = {}
-        if standing is None:
-            standing = Standing(self._peers.id, heard_at=self._peers.read_at, events=router.events)
-        self._standing = standing
         # after a failure, the next call goes on where this one stopped
-        self.download = partial(download_state, self._peers, prefix, begun=self._begun, standing=standing)
+        self.download = partial(download_state, self._peers, prefix, begun=self._begun)
         router.serve(prefix, DescribeState, self._describe, Role.VIEWER)
         router.serve_stream(prefix, FetchState, self._send_chunks, Role.VIEWER)
 
@@ -187,44 +176,32 @@ async def download_state(
     limit_bytes: int = MAX_STATE_BYTES,
     timeout_s: float = CHUNK_TIMEOUT_S,
     begun: dict[bytes, ChunkDownload] | None = None,
-    standing: Standing | None = None,
 ) -> Snapshot:
     """Fetch the state that most donors hold, from all of these.
 
-    ``begun`` holds an incomplete download, by the state's root, from one call to the next. A donor that others
-    wait for has the patience that it has earned by its ``standing``, and is charged. Raises
+    ``begun`` holds an incomplete download, by the state's root, from one call to the next. Raises
     `StateError` if no donor had a state, all were lost before it was complete, or it is over
     ``limit_bytes``; `DonorsSilent` if all are silent.
     """
-    standing = standing or Standing(peers.id, heard_at=peers.read_at)
-    manifest, holders, refusals = await _agree_on_state(
-        peers, DescribeState(prefix), donors, standing, limit=4, timeout_s=timeout_s, limit_bytes=limit_bytes
+    ask = DescribeState(prefix)
+    manifest, holders = await _agree_on_state(
+        peers, ask, donors, timeout_s=timeout_s, limit_bytes=limit_bytes
     )
-    if manifest is None:
-        silent = all(isinstance(one, PeerTimeout | PeerUnreachable | PeerLost) for one in refusals.values())
-        text = f"none of {len(donors)} donors gave its state: {_told(refusals) or 'no donors'}"
-        raise DonorsSilent(text) if silent else StateError(text)
     root = manifest.root
     begun = {} if begun is None else begun
     download = begun.get(root) or ChunkDownload(peers, manifest, lambda ids: FetchState(ids, prefix, root))
     begun.clear()
     begun[root] = download
-    try:
-        await download.run(holders, timeout_s, lambda donor: standing.patience_s(donor, loop_now()))
-    finally:
-        late_s = {donor: seconds - _LAST_CHUNKS_S for donor, seconds in download.waited_s.items()}
-        standing.settle(_WHAT, late_s, [peers.id, *holders], loop_now())
-        download.waited_s.clear()
+    await download.run(holders, timeout_s)
     begun.clear()
     return Snapshot(manifest, download.blob, tuple(sorted(download.used)))
 
 
 async def kinds_at(peers: Peers, prefix: str, donors: Sequence[PeerId]) -> dict[str, Kind]:
     """Return the types and shapes of the donors' parameters and buffers, by name; none if no donor answers."""
-    manifest, _, _ = await _agree_on_state(
-        peers, DescribeState(prefix), donors, Standing(peers.id), limit=4, timeout_s=5.0
-    )
-    if manifest is None:
+    try:
+        manifest, _ = await _agree_on_state(peers, DescribeState(prefix), donors, timeout_s=5.0)
+    except StateError:
         return {}
     entries = decoded(manifest.layout, Layout, "the layout of the state cannot be read", StateError).tensors
     kinds = {}
@@ -239,16 +216,15 @@ async def _agree_on_state(
     peers: Peers,
     ask: DescribeState,
     donors: Sequence[PeerId],
-    standing: Standing,
     *,
-    limit: int,
     timeout_s: float,
     limit_bytes: int = MAX_STATE_BYTES,
-) -> tuple[Manifest | None, list[PeerId], dict[PeerId, PeerError]]:
-    """Return the manifest that most of ``limit`` donors give, those that hold it, and all refusals.
+) -> tuple[Manifest, list[PeerId]]:
+    """Return the manifest that most of four donors give, and those that hold it; the next four if none answers.
 
-    They are asked at once: a moment later each would have another step. Of equally many the first. After its answer
-    the others have the patience that they have earned, until more than half say the same.
+    They are asked at once: a moment later each would have another step. After the first answer the others have
+    `silence_s`, after the second one `_AGREED_S`. Raises `StateError` without an answer, `DonorsSilent` if all are
+    silent.
     """
     holders: dict[Manifest, list[PeerId]] = {}
     refusals: dict[PeerId, PeerError] = {}
@@ -261,52 +237,32 @@ async def _agree_on_state(
         except PeerError as error:
             refusals[donor] = error
 
-    for begin in range(0, len(donors), limit):
-        asked = donors[begin : begin + limit]
-        began_at = loop_now()
-        calls = {asyncio.create_task(describe(donor)): donor for donor in asked}
+    for begin in range(0, len(donors), _ASKED):
+        calls = {asyncio.create_task(describe(donor)): donor for donor in donors[begin : begin + _ASKED]}
+        pending = set(calls)
+        left_s: float | None = None
         try:
-            first_at = await _until_most_agree(calls, holders, standing)
+            while pending:
+                done, pending = await asyncio.wait(
+                    pending, timeout=left_s, return_when=asyncio.FIRST_COMPLETED
+                )
+                if not done:
+                    break
+                answers = sum(map(len, holders.values()))
+                if answers > 1:
+                    left_s = _AGREED_S
+                elif answers:
+                    left_s = silence_s(peers, map(calls.__getitem__, pending))
         finally:
-            for call in calls:
+            for call in pending:
                 call.cancel()
-        late_s = {donor: loop_now() - first_at for call, donor in calls.items() if not call.done()}
-        if not holders:
-            silent = [donor for donor, error in refusals.items() if isinstance(error, PeerTimeout)]
-            late_s = dict.fromkeys(silent, loop_now() - began_at)
-        standing.settle(_WHAT, late_s, [peers.id, *asked], loop_now())
         if holders:
             manifest = max(holders, key=lambda one: len(holders[one]))
-            return manifest, holders[manifest], refusals
-    return None, [], refusals
-
-
-async def _until_most_agree(
-    calls: Mapping[asyncio.Task[None], PeerId], holders: Mapping[Manifest, list[PeerId]], standing: Standing
-) -> float:
-    """Return when the first donor answered, once all have or no other is awaited any more.
-
-    Where more than half have given one manifest, the others have as long again as the first one took.
-    """
-    began_at = loop_now()
-    first_at = math.inf
-    pending = set(calls)
-    left_s: float | None = None
-    while pending and (left_s is None or left_s > 0):
-        _, pending = await asyncio.wait(pending, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
-        if not holders:
-            continue
-        now = loop_now()
-        first_at = min(first_at, now)
-        patience_s = max((standing.patience_s(calls[call], now) for call in pending), default=0.0)
-        if 2 * max(map(len, holders.values())) > len(calls):
-            patience_s = min(patience_s, first_at - began_at)
-        left_s = first_at + patience_s - now
-    return min(first_at, loop_now())
-
-
-def _told(refusals: Mapping[PeerId, PeerError]) -> str:
-    return "; ".join(f"{short(donor)}: {error}" for donor, error in refusals.items())
+            return manifest, holders[manifest]
+    reasons = "; ".join(f"{short(donor)}: {error}" for donor, error in refusals.items())
+    text = f"none of {len(donors)} donors gave its state: {reasons or 'no donors'}"
+    silent = all(isinstance(one, PeerTimeout | PeerUnreachable | PeerLost) for one in refusals.values())
+    raise DonorsSilent(text) if silent else StateError(text)
 
 
 def tensors_of(snapshot: Snapshot) -> tuple[dict[str, TensorBytes], bytes]:
@@ -360,11 +316,10 @@ class Mirror(StateSharing):
         if self._snapshot is not None and ask.step in (-1, self._snapshot.manifest.step):
             return self._snapshot.manifest
         donors = [donor for donor in await self._donors() if donor not in (peer, self._peers.id)]
-        manifest, held, faults = await _agree_on_state(
-            self._peers, ask, donors, self._standing, limit=_MIRRORED, timeout_s=_MIRROR_TIMEOUT_S
-        )
-        if manifest is None:
-            raise Refusal(f"no trainer linked to this assistant gave its state: {_told(faults)[:500]}")
+        try:
+            manifest, held = await _agree_on_state(self._peers, ask, donors, timeout_s=_MIRROR_TIMEOUT_S)
+        except StateError as error:
+            raise Refusal(f"no trainer linked to this assistant gave its state: {error}"[:500]) from error
         remember(self._held, manifest.root, held, _REMEMBERED)
         return manifest
 
@@ -374,20 +329,14 @@ class Mirror(StateSharing):
             return await super()._send_chunks(ask, stream)
         pending = [*ask.digests]
         for holder in self._held[ask.root]:
+            request = msgspec.structs.replace(ask, digests=tuple(pending))
             try:
-                await self._forward(ask, holder, pending, stream)
+                async with await self._peers.stream(holder, request, timeout_s=_MIRROR_TIMEOUT_S) as source:
+                    while pending:
+                        chunk = await receive_chunk(source, pending[0], timeout_s=_MIRROR_TIMEOUT_S)
+                        await stream.send(StateChunk(), chunk)
+                        del pending[0]
+                return await stream.end()
             except (PeerError, TimeoutError, StateError) as error:
                 logger.debug("donor %s failed: %s", short(holder), error)
-        require(not pending, f"no trainer could give {len(pending)} of the chunks", Refusal)
-        await stream.end()
-
-    async def _forward(self, ask: FetchState, holder: PeerId, pending: list[bytes], stream: Stream) -> None:
-        if not pending:
-            return
-        ask = msgspec.structs.replace(ask, digests=tuple(pending))
-        async with await self._peers.stream(holder, ask, timeout_s=_MIRROR_TIMEOUT_S) as source:
-            while pending:
-                await stream.send(
-                    StateChunk(), await receive_chunk(source, pending[0], timeout_s=_MIRROR_TIMEOUT_S)
-                )
-                del pending[0]
+        raise Refusal(f"no trainer could give {len(pending)} of the chunks")

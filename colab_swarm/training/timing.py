@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from colab_swarm.tensors.device import Moment, copied
-from colab_swarm.training.collaboration import Due
+from colab_swarm.training.settings import Due
 
 
 @dataclass(frozen=True)

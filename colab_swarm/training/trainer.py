@@ -1,12 +1,13 @@
-"""A trainer's steps on the user's thread: gradients and parameters, driven by what is due in its swarm.
+"""A trainer's steps: micro-batches within its share on the user's thread, and a round when the share is used up.
 
-A step with a round crosses between threads three times: the trainer reports its micro-batch to the
-event loop, it contributes there, and the pool takes the step with the mean.
+A micro-batch within the share crosses to no other thread. A step with a round crosses twice there and back: the
+trainer says that it is ready and hears that a group has formed, then it contributes and the pool takes the step.
 """
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Iterable
+import math
+from collections.abc import Callable, Iterable
 from contextlib import aclosing
 from functools import partial
 from typing import Any
@@ -16,29 +17,39 @@ import torch
 from colab_swarm.averaging.result import RoundResult
 from colab_swarm.dht.service import on_loop
 from colab_swarm.errors import MismatchError, StateError
-from colab_swarm.events import Fault, Notice
+from colab_swarm.events import BatchDropped, Fault, Notice, StepFinished
+from colab_swarm.markup import count
 from colab_swarm.runtime import Runner, uninterrupted
 from colab_swarm.tensors.chunks import Snapshot
-from colab_swarm.training.collaboration import Collaboration, Due
 from colab_swarm.training.gradients import Gradients
 from colab_swarm.training.names import differing_kinds
 from colab_swarm.training.records import Mean, StepTaken
 from colab_swarm.training.replica import Replica
-from colab_swarm.training.rounds import CaughtUp, RoundOutcome
-from colab_swarm.training.settings import PeerServices, RoundInput
+from colab_swarm.training.rounds import CaughtUp, Ready, RoundOutcome, Rounds
+from colab_swarm.training.settings import Due, PeerServices, RoundInput, StepOffer
 from colab_swarm.training.state import kinds_at
 
 logger = logging.getLogger(__name__)
 
-LOOK_S = 10.0  # how often a waiting trainer checks whether this peer is to leave
+_LOOK_S = 10.0  # how often a waiting trainer checks whether this peer is to leave
 _END_S = 60.0  # for a round that was interrupted
+# Gradients in a row that are not finite: so many get the likely causes, and then one of so many a line.
+_MANY_DROPPED = 20
+_FEW_LINES = 100
+_LIKELY_CAUSES = (
+    ". Likely causes: a learning rate that is too high, NaN in the data, a division by zero or log(0) in the loss, "
+    "float16 without a GradScaler"
+)
 
 
 class Trainer:
-    """Takes local steps, rounds and the swarm's state, as its ``collaboration`` says, with a ``replica`` of the model.
+    """Takes local steps, rounds and the swarm's state, by its ``rounds``, with a ``replica`` of the model.
 
     One thread at a time calls it. ``gathered`` are the gradients since the last round.
     ``over()``: this peer is to leave, and waits no more.
+
+    Attributes:
+        due: what the last call did.
     """
 
     def __init__(
@@ -47,15 +58,20 @@ class Trainer:
         services: PeerServices,
         replica: Replica,
         gathered: Gradients,
-        collaboration: Collaboration,
+        rounds: Rounds,
         over: Callable[[], bool],
     ) -> None:
         self._runtime = runtime
         self._services = services
         self._replica = replica
         self._gathered = gathered
-        self._collaboration = collaboration
+        self._rounds = rounds
         self._over = over
+        self.due = Due.NOTHING
+        self._local_steps = 0  # since the last round
+        self._private_steps = 0  # that no other peer took part in, since the last one that one did
+        self._told_in_row = 0  # dropped gradients in a row, at the last line on them
+        self._told_of_weights = False  # since the last step, whether a word on rounds without weight was said
         # A round that runs while the trainer computes, and its contribution.
         self._flight: tuple[asyncio.Task[RoundResult | None], RoundInput] | None = None
         self._averaging: asyncio.Task[Any] | None = None  # the last round for which the trainer waited
@@ -75,13 +91,27 @@ class Trainer:
             await asyncio.wait([task])
         await self.averaged()
 
-    def wait_for_peers(self) -> bool:
-        """Wait before the first step until enough peers train; return False if this one leaves."""
-        collaboration = self._collaboration
-        while not self._runtime.call(collaboration.wait_for_peers(self._runtime.time() + LOOK_S)):
-            if self._over():
-                return False
-        return True
+    # What the user calls.
+
+    def count(self, samples: float, *, landed: RoundResult | None) -> RoundResult | None:
+        """Count the micro-batch that was added to the sum, and do what is due then."""
+        rounds = self._rounds
+        self.due = Due.NOTHING
+        if self._services.pace is not None:
+            self._runtime.call(asyncio.sleep(self._services.pace(samples)))
+        kept = samples - self._taken_out()
+        if kept > 0:
+            rounds.count(kept, self._runtime.time())
+        if self._replica.rule.local:
+            self._step_alone()
+        result = None
+        if self._is_due():
+            result = self._turn()
+            if self._replica.rule.local and result is None:
+                self._step_alone()  # the first grant comes after the first micro-batch
+        if landed is not None and self.due is not Due.ROUND:
+            self.due = Due.LANDING
+        return result or landed
 
     def wait_step(self, timeout_s: float) -> RoundResult | None:
         """Wait until the swarm takes a step, and contribute: see `SwarmOptimizer.wait_step`."""
@@ -91,52 +121,135 @@ class Trainer:
         if landed is not None or self.in_flight:
             return landed
         self.recover()
+        result = self._turn(deadline, idle=True)
+        result = result or self.land(wait=True)
+        self._replica.refresh()
+        return result
+
+    def _is_due(self) -> bool:
+        rounds = self._rounds
+        # After a gradient that was not finite there may be nothing to wait with.
+        used_up = rounds.share.counted > 0 and rounds.share.used_up
+        return used_up or rounds.behind or rounds.view.own.syncing or rounds.parted
+
+    def _turn(self, deadline: float = math.inf, *, idle: bool = False) -> RoundResult | None:
+        """Wait, take steps with the swarm, and return when there is more to compute, or at the ``deadline``."""
+        self._rounds.until = deadline
+        result = None
         while True:
-            until = min(deadline, self._runtime.time() + LOOK_S)
-            due = self._runtime.call(self._collaboration.wait_due(until))
-            result = self.act(due) or self.land(wait=True)
-            self._replica.refresh()
-            over = until == deadline or self._over()
-            if result is not None or due is Due.CATCH_UP or (due is Due.NOTHING and over):
+            if self._replica.rule.delayed and self._flight is not None:
+                result = self.land(wait=True) or result
+                self.due = Due.LANDING
+            ready = self._next(deadline, idle=idle)
+            taken, over = self._act(ready, deadline, idle=idle)
+            result = taken or result
+            if over or self._may_return(ready, result, deadline, idle=idle):
                 return result
 
-    def act(self, due: Due) -> RoundResult | None:
-        """Do what is due; return the result of a round whose mean was applied."""
-        if due in (Due.LOCAL_STEP, Due.ROUND):
-            uninterrupted(self._gathered.read_checks)
-            if self._gathered.dropped:
-                retract = self._collaboration.retract(
-                    self._gathered.dropped, due, in_row=self._gathered.dropped_in_row
-                )
-                due = self._runtime.call(retract)
-                self._gathered.dropped = 0.0
-        if due is Due.CATCH_UP:
-            try:
-                self.synchronize()
-            except StateError as error:
-                logger.warning("this peer is behind, and will try again: %s", error)
-                self._services.events.emit(Fault(self._runtime.time(), "catching up", str(error)))
-        elif due is Due.LOCAL_STEP:
-            uninterrupted(self._gathered.step)
-        elif due is Due.LANDING:
-            return self.land(wait=True)
-        elif due is Due.ROUND and self._replica.rule.delayed:
-            self.land(wait=True)  # the last one may have ended just now
+    def _act(self, ready: Ready, deadline: float, *, idle: bool) -> tuple[RoundResult | None, bool]:
+        """Do what is due; return the result of a round, and whether the turn is over by this."""
+        if ready is Ready.CATCH_UP:
+            self.due = Due.CATCH_UP
+            return None, not self._try_synchronize() or idle
+        if ready is Ready.FOLLOW:
+            self._follow()
+            return None, idle
+        if ready is not Ready.CONTRIBUTE:
+            return None, False
+        self.due = Due.ROUND
+        if self._replica.rule.delayed and not idle:
             uninterrupted(self._take_off)
-        elif due is Due.ROUND:
-            return self._runtime.call(self._average(uninterrupted(self._gathered.contribution)))
-        return None
+            return None, True
+        taken = self._contribute()
+        is_in_vain = taken is None and not self._rounds.behind
+        return taken, is_in_vain and (not idle or self._runtime.time() >= deadline)
+
+    def _may_return(self, ready: Ready, result: RoundResult | None, deadline: float, *, idle: bool) -> bool:
+        if ready is Ready.NOTHING and not self._over() and self._runtime.time() < deadline:
+            return False
+        if idle:
+            return result is not None or ready is Ready.NOTHING
+        return ready is Ready.NOTHING or not self._rounds.share.used_up
+
+    def _next(self, deadline: float, *, idle: bool) -> Ready:
+        """Return what to do now, after a wait if it is not clear yet."""
+        rounds = self._rounds
+        if rounds.behind or rounds.view.own.syncing:
+            return Ready.CATCH_UP
+        if rounds.missed():
+            return Ready.FOLLOW
+        if self._replica.rule.delayed and rounds.share.granted and not idle:
+            # The group that has just formed may have granted more.
+            return Ready.CONTRIBUTE if rounds.share.used_up else Ready.COMPUTE
+        self._settle()
+        offer = uninterrupted(self._gathered.offer)
+        until = min(deadline, self._runtime.time() + _LOOK_S)
+        return self._runtime.call(rounds.ready(offer, until, idle=idle))
+
+    def _taken_out(self) -> float:
+        """Tell of gradients that were not finite, and return their samples."""
+        gathered = self._gathered
+        dropped = gathered.dropped
+        gathered.dropped = 0.0
+        if dropped:
+            self._tell_of_dropped(dropped, gathered.dropped_in_row)
+        return dropped
+
+    def _settle(self) -> None:
+        """Look at the newest gradients, too, and count those no more that were not finite."""
+        uninterrupted(self._gathered.read_checks)
+        share = self._rounds.share
+        share.counted = max(0.0, share.counted - self._taken_out())
+
+    def _tell_of_dropped(self, dropped: float, in_row: int) -> None:
+        """Say that gradients were not finite; of many in a row, give the likely causes once, then few lines."""
+        if in_row < self._told_in_row:
+            self._told_in_row = 0
+        text = f"a gradient of {dropped:g} samples was not finite (NaN or Inf)"
+        if in_row >= _MANY_DROPPED:
+            text = (
+                f"{in_row} batches in a row had gradients that were not finite (NaN or Inf), and none counts"
+            )
+        is_first_of_many = in_row >= _MANY_DROPPED > self._told_in_row
+        told = in_row < _MANY_DROPPED or is_first_of_many or in_row >= self._told_in_row + _FEW_LINES
+        if is_first_of_many:
+            text += _LIKELY_CAUSES
+        if told:
+            self._told_in_row = in_row
+        self._services.events.emit(BatchDropped(self._runtime.time(), text, told))
+
+    def _step_alone(self) -> None:
+        """Take a local step, if the share is so far: step k of n is due at k / n of it."""
+        if not self._is_local_step_due():
+            return
+        self._settle()
+        if self._is_local_step_due():
+            self._local_steps += 1
+            self.due = Due.LOCAL_STEP
+            uninterrupted(self._gathered.step)
+
+    def _is_local_step_due(self) -> bool:
+        share = self._rounds.share
+        steps = self._rounds.settings.local_steps
+        return share.granted > 0 and share.counted * steps >= (self._local_steps + 1) * share.granted
+
+    # A round.
+
+    def _contribute(self) -> RoundResult | None:
+        contribution = uninterrupted(self._gathered.contribution)
+        return self._runtime.call(self._average(contribution))
 
     async def _average(self, contribution: RoundInput, *, aside: bool = False) -> RoundResult | None:
         """Contribute, and take a step with each mean that comes of it; ``aside``: while the trainer computes on.
 
-        Returns None if there was no round, or a device had no memory for it. An interrupt stops the round, but no
-        step that has begun: parameters and record must agree.
+        Returns None if there was no round, or a device had no memory for it. An interrupt stops no round that has
+        begun: parameters and record must agree.
         """
+        work = asyncio.create_task(self._averaged(contribution, aside=aside), name="average")
         if not aside:
-            self._averaging = asyncio.current_task()
+            self._averaging = work
         try:
-            return await self._averaged(contribution, aside=aside)
+            return await asyncio.shield(work)
         except torch.OutOfMemoryError as error:
             # What fails in main memory too is the user's.
             if not await asyncio.to_thread(self._gathered.placement.leave_devices, error):
@@ -147,16 +260,18 @@ class Trainer:
 
     async def _averaged(self, contribution: RoundInput, *, aside: bool) -> RoundResult | None:
         result = None
-        async with aclosing(self._collaboration.contribute(contribution, aside=aside)) as outcomes:
+        async with aclosing(self._rounds.contribute(contribution)) as outcomes:
             async for outcome in outcomes:
-                await _to_its_end(self._advance(contribution, outcome, aside=aside))
+                try:
+                    taken = await asyncio.to_thread(self._apply, contribution, outcome, aside=aside)
+                except BaseException:
+                    self._rounds.share.counted += contribution.samples
+                    raise
+                await self._on_applied(outcome, taken)
                 if outcome.over:
                     result = outcome.result
+        self._tell_of_weights(contribution, over=result is not None)
         return result
-
-    async def _advance(self, contribution: RoundInput, outcome: RoundOutcome, *, aside: bool) -> None:
-        taken = await asyncio.to_thread(self._apply, contribution, outcome, aside=aside)
-        await self._collaboration.on_applied(outcome, taken)
 
     def _apply(self, contribution: RoundInput, outcome: RoundOutcome, *, aside: bool) -> StepTaken:
         """Take a step with a mean."""
@@ -167,7 +282,33 @@ class Trainer:
             taken = self._replica.evidence.of_step(self._replica.step, self._replica.lineage)
         if outcome.over and not aside:
             self._gathered.forget()
+            self._local_steps = 0
         return taken
+
+    async def _on_applied(self, outcome: RoundOutcome, taken: StepTaken) -> None:
+        samples = outcome.result.samples
+        self._private_steps += 1
+        if samples.keys() - {self._rounds.view.me}:
+            self._private_steps = 0
+        await self._rounds.on_applied(outcome, taken)
+        own = self._rounds.view.own
+        event = StepFinished(self._runtime.time(), own.step, sum(samples.values()), own.loss)
+        self._services.events.emit(event)
+
+    def _tell_of_weights(self, contribution: RoundInput, *, over: bool) -> None:
+        """Say that a round without any weight trains nothing; once, until there is a step again."""
+        if over:
+            self._told_of_weights = False
+        if over or contribution.weight or not contribution.samples or self._told_of_weights:
+            return
+        self._told_of_weights = True
+        text = (
+            f"a round trained nothing: this peer's {contribution.samples:g} samples have the weight 0, and no mean "
+            f"of others came. The weight counts {self._rounds.settings.weight_unit}; are all labels masked (-100), "
+            "as by a wrong template?"
+        )
+        logger.warning("%s", text)
+        self._services.events.emit(Notice(self._runtime.time(), text, logged=True))
 
     async def averaged(self) -> None:
         """Wait until an interrupted round has ended, and a step that had begun is taken and recorded."""
@@ -176,15 +317,24 @@ class Trainer:
 
     def _take_off(self) -> None:
         """Begin a round that runs beside the trainer, which goes on with a new sum."""
+        offer = self._gathered.offer()
         contribution = self._gathered.contribution()
         if self._replica.rule.local:
             self._replica.depart()
-        self._flight = self._runtime.call(self._begin(contribution)), contribution
+        self._flight = self._runtime.call(self._begin(offer, contribution)), contribution
         self._gathered.forget()
+        self._local_steps = 0
         self._replica.refresh()
 
-    async def _begin(self, contribution: RoundInput) -> asyncio.Task[RoundResult | None]:
-        return asyncio.create_task(self._average(contribution, aside=True), name="delayed update")
+    async def _begin(self, offer: StepOffer, contribution: RoundInput) -> asyncio.Task[RoundResult | None]:
+        self._rounds.depart()
+        return asyncio.create_task(self._fly(offer, contribution), name="delayed update")
+
+    async def _fly(self, offer: StepOffer, contribution: RoundInput) -> RoundResult | None:
+        ready = await self._rounds.ready(offer, final=True)
+        if ready is not Ready.CONTRIBUTE:
+            return None
+        return await self._average(contribution, aside=True)
 
     def land(self, *, wait: bool = False, timeout_s: float | None = None) -> RoundResult | None:
         """Return the result of the round beside the trainer if it has ended; ``wait`` for it at most ``timeout_s``."""
@@ -199,13 +349,53 @@ class Trainer:
         try:
             result = task.result()
         except BaseException:
-            self._gathered.on_returned(contribution)
+            self._return(contribution)
             raise
         if result is None:
-            self._gathered.on_returned(contribution)
+            self._return(contribution)
         elif self._replica.rule.local:
             self._replica.land()
         return result
+
+    def _return(self, contribution: RoundInput) -> None:
+        """Take back a contribution that found no round."""
+        self._gathered.on_returned(contribution)
+        self._rounds.share.returned()
+
+    # The others' steps and their state.
+
+    def _follow(self) -> None:
+        """Take the steps that the others took without this peer; what it has gathered is of an older step."""
+        means = self._rounds.missed()
+
+        def follow() -> None:
+            self._tell_of_missed(len(means))
+            taken = []
+            for mean in means:
+                with self._replica.lock:
+                    self._replica.apply(mean)
+                    taken.append(self._replica.evidence.of_step(self._replica.step, self._replica.lineage))
+            self._gathered.forget()
+            self._local_steps = 0
+            self._rounds.share.counted = 0.0
+            self._runtime.call(self._rounds.on_followed(taken))
+
+        uninterrupted(follow)
+
+    def _tell_of_missed(self, steps: int) -> None:
+        samples = self._gathered.samples
+        if samples:
+            text = f"the others took {count(steps, 'step')} without this peer: its {samples:g} samples came too late"
+            self._services.events.emit(BatchDropped(self._runtime.time(), text))
+
+    def _try_synchronize(self) -> bool:
+        try:
+            self.synchronize()
+        except StateError as error:
+            logger.warning("this peer is behind, and will try again: %s", error)
+            self._services.events.emit(Fault(self._runtime.time(), "catching up", str(error)))
+            return False
+        return True
 
     def synchronize(self, *, tries: int = 1) -> None:
         """Load the swarm's state, if this peer's own does not count; raises `StateError` if that fails."""
@@ -214,53 +404,53 @@ class Trainer:
             try:
                 return uninterrupted(partial(self._catch_up, *caught_up))
             except StateError:  # the donors' fault, if there are others; else it is another model
-                if not (tries and self._collaboration.progress.election.branch().peers):
+                if not (tries and self._rounds.view.branch().peers):
                     raise
 
     def _wait_caught_up(self) -> CaughtUp | None:
+        view = self._rounds.view
         try:
-            return self._runtime.call(self._collaboration.catch_up())
+            return self._runtime.call(self._rounds.take_state(has_state=not view.own.syncing))
         except MismatchError as error:
             if "model: " not in str(error):
                 raise
-            progress = self._collaboration.progress
-            donors = sorted(progress.election.branch().peers - {progress.known.me})
-            kinds = self._runtime.call(kinds_at(self._services.peers, progress.prefix, donors))
+            donors = sorted(view.branch().peers - {view.me})
+            kinds = self._runtime.call(kinds_at(self._services.peers, view.prefix, donors))
             differs = differing_kinds(self._replica.kinds, kinds)
             if not (kinds and differs):
                 raise
             raise MismatchError(f"{error}. Other tensors: {differs}") from error
 
     def _catch_up(self, snapshot: Snapshot, means: Iterable[Mean]) -> None:
+        lost = ""
+        if not self._rounds.view.own.syncing:
+            steps = count(self._private_steps, "step")
+            lost = f"{steps} that it took alone and {self._gathered.samples:g} samples are dropped"
         try:
             self._replica.load_snapshot(snapshot)
             self._replica.follow(means)
             self._gathered.forget()
-            loaded = self._collaboration.on_loaded(self._replica.step, self._replica.lineage, snapshot.donors)
-            self._runtime.call(loaded)
+            self._local_steps = 0
+            self._private_steps = 0
+            self._rounds.share.counted = 0.0
+            loaded = partial(
+                self._rounds.on_loaded, self._replica.step, self._replica.lineage, snapshot.donors
+            )
+            self._runtime.call(on_loop(loaded))
         except StateError:
-            self._runtime.call(self._collaboration.rounds.distrust(snapshot.donors))
+            self._runtime.call(self._rounds.distrust(snapshot.donors))
             raise
-        finally:
-            self.recover()  # `CatchUp` moved the record before the state was loaded
+        if lost:
+            text = f"this peer was behind: it goes on at step {self._replica.step}; {lost}"
+            self._services.events.emit(Notice(self._runtime.time(), text))
 
     def recover(self) -> None:
         """Make the record say what the replica is, if they differ: this peer catches up then."""
-        own = self._collaboration.progress.known.own
+        own = self._rounds.view.own
         if self._flight is None and (own.step, own.lineage) != (self._replica.step, self._replica.lineage):
             self.adopt(syncing=True)
 
     def adopt(self, *, syncing: bool = False) -> None:
         """Move this peer's record to the replica's step and lineage; ``syncing``: it still needs the swarm's state."""
-        adopt = partial(self._collaboration.adopt, self._replica.step, self._replica.lineage, syncing=syncing)
+        adopt = partial(self._rounds.adopt, self._replica.step, self._replica.lineage, syncing=syncing)
         self._runtime.call(on_loop(adopt))
-
-
-async def _to_its_end(work: Coroutine[Any, Any, None]) -> None:
-    """Do ``work`` to its end even if this task is cancelled; the cancellation is raised afterwards."""
-    task = asyncio.create_task(work, name="apply")
-    try:
-        await asyncio.shield(task)
-    except asyncio.CancelledError:
-        await asyncio.wait([task])
-        raise

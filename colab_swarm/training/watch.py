@@ -1,15 +1,22 @@
-"""Notices what a user changes of a model beside its optimizer's steps: weights, frozen parameters, membership."""
+"""Notices what a user changes of a model beside its optimizer's steps: weights, frozen parameters, what is trained."""
 
 import logging
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
 from colab_swarm.errors import require
+from colab_swarm.training.flat import reals
 from colab_swarm.training.names import ModelNames
-from colab_swarm.training.replica import Replica
+
+if TYPE_CHECKING:
+    from colab_swarm.training.replica import Replica
 
 logger = logging.getLogger(__name__)
 
+LOADED = 0.05  # of the values' norm: SAM, weight clipping and swapped averages change less between two steps
+_SAMPLES = 64  # values of each tensor that are compared
 _LOOK_STEPS = 10  # in which another optimizer has taken a step
 _AGAIN = "make a new optimizer, and pass it to swarm.optimizer(…) again, at all peers"
 
@@ -20,7 +27,7 @@ class TrainedParameters:
     It notes frozen parameters that were changed, such as a teacher's, in `Replica.moved`.
     """
 
-    def __init__(self, replica: Replica) -> None:
+    def __init__(self, replica: "Replica") -> None:
         self._replica = replica
         self._names = ModelNames(replica.rule.model)
         self._trainable = self._present_trainable()
@@ -31,7 +38,9 @@ class TrainedParameters:
         trained = set(map(id, replica.model))
         beside = [parameter for parameter in self._all() if id(parameter) not in trained]
         self._bystanders = [(one, one._version) for one in beside if one.requires_grad]
-        self._frozen = [(one, one._version) for one in beside if _is_frozen(one)]
+        # Quantized ones are packed when they come to a GPU.
+        frozen = [one for one in beside if not one.requires_grad and one.is_floating_point()]
+        self._frozen = [(one, one._version) for one in frozen]
 
     def _all(self) -> list[torch.Tensor]:
         """Return the model's parameters, as far as they are known."""
@@ -49,7 +58,14 @@ class TrainedParameters:
     def check(self) -> list[str]:
         """Return new sentences for the user; raise `RuntimeError` if something else is trained now."""
         self._check_trainable()
-        self._check_shapes()
+        for name, parameter, shape in zip(
+            self._replica.names, self._replica.model, self._shapes, strict=True
+        ):
+            if parameter.shape != shape:
+                raise RuntimeError(
+                    f"{name} was resized, from the shape {tuple(shape)} to {tuple(parameter.shape)}, after "
+                    f"swarm.optimizer(…): {_AGAIN}"
+                )
         text = "the parameter groups of the wrapped optimizer were changed after swarm.optimizer(…)"
         require(self._groups == self._present_groups(), f"{text}: {_AGAIN}", RuntimeError)
         self._replica.buffers.check()
@@ -60,32 +76,18 @@ class TrainedParameters:
         present = self._present_trainable()
         if present.keys() == self._trainable.keys():
             return
-        changed = {**self._trainable, **present}
-        for key in self._trainable.keys() & present.keys():
-            del changed[key]
-        names = ModelNames(self._replica.rule.model).named(list(changed.values()))
+        both = {**self._trainable, **present}
+        changed = [both[key] for key in both if (key in present) is not (key in self._trainable)]
+        names = ModelNames(self._replica.rule.model).named(changed)
         raise RuntimeError(
             f"parameters were frozen or unfrozen, added or replaced, such as {next(iter(names))}: make a new "
             "optimizer over the trainable ones, and pass it to swarm.optimizer(…) again, at all peers"
         )
 
-    def _check_shapes(self) -> None:
-        for name, parameter, shape in zip(
-            self._replica.names, self._replica.model, self._shapes, strict=True
-        ):
-            if parameter.shape != shape:
-                raise RuntimeError(
-                    f"{name} was resized, from the shape {tuple(shape)} to {tuple(parameter.shape)}, after "
-                    f"swarm.optimizer(…): {_AGAIN}"
-                )
-
     def _look_for_bystanders(self) -> None:
         if not self._bystanders or self._replica.step < self._look_step:
             return
-        left = []
-        for parameter, version in self._bystanders:
-            if parameter.grad is not None and parameter._version == version:
-                left.append(parameter)
+        left = [one for one, version in self._bystanders if one.grad is not None and one._version == version]
         self._bystanders = []
         if left:
             logger.warning(
@@ -110,6 +112,46 @@ class TrainedParameters:
         ]
 
 
-def _is_frozen(parameter: torch.Tensor) -> bool:
-    # Quantized ones are packed when they come to a GPU.
-    return not parameter.requires_grad and parameter.is_floating_point()
+def versions_of(tensors: Sequence[torch.Tensor]) -> list[tuple[int, int]]:
+    """Return how often torch counted a change of each tensor, and where its values are."""
+    return [(tensor._version, tensor.data_ptr()) for tensor in tensors]
+
+
+class WrittenWeights:
+    """Remembers a model's weights as the optimizer wrote them last, by some values of each tensor.
+
+    Torch counts what is written to a tensor, but for ``.data``; so nothing is compared where nothing was written.
+    """
+
+    def __init__(self, model: Sequence[torch.Tensor]) -> None:
+        self._model = model
+        self.on_written()
+
+    def on_written(self) -> None:
+        """Take the present weights for the optimizer's own."""
+        self._versions = versions_of(self._model)
+        self._values = [_some_values(parameter) for parameter in self._model]
+
+    def change(self) -> float:
+        """Return by how much others changed the weights since then, in norms of the values; 0 if they did not."""
+        versions = versions_of(self._model)
+        if versions == self._versions:
+            return 0.0
+        before = torch.cat([values.cpu().double() for values in self._values])
+        now = torch.cat([_some_values(parameter).cpu().double() for parameter in self._model])
+        self._versions = versions
+        difference = float(torch.linalg.vector_norm(now - before))
+        if not difference:
+            return 0.0
+        return difference / max(float(torch.linalg.vector_norm(before)), 1e-30)
+
+
+@torch.no_grad()
+def _some_values(parameter: torch.Tensor) -> torch.Tensor:
+    """Return a copy of values at equal distances in memory."""
+    values = reals(parameter.detach())
+    # A view in the order of memory: flatten() would copy a tensor with its channels last.
+    by_stride = sorted(range(values.ndim), key=values.stride().__getitem__, reverse=True)
+    values = values.permute(by_stride).flatten()
+    step = max(1, len(values) // _SAMPLES)
+    return values[::step][:_SAMPLES].to(torch.float32, copy=True)

@@ -42,7 +42,7 @@ class Mallory:
 
     def __init__(self, swarm: Swarm, optimizer: SwarmOptimizer, rng: random.Random) -> None:
         self.id = swarm.id
-        self.rounds: Any = optimizer.collaboration.rounds
+        self.rounds: Any = optimizer.rounds
         self.journal = self.rounds._journal
         self.chain: RoundChain = self.rounds._follower.chain
         self.rng = rng

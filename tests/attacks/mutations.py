@@ -5,15 +5,17 @@ import contextlib
 import copy
 import math
 import random
+from collections.abc import Iterable
 from typing import Any
 
 import msgspec
 from msgspec import inspect
 
+from colab_swarm.averaging.group import Attend, StepReport
 from colab_swarm.errors import PeerError
 from colab_swarm.net.link import Link
 from colab_swarm.net.mux import FrameKind, encode, to_packets
-from colab_swarm.net.peers import Stream
+from colab_swarm.net.peers import Message, Stream
 from colab_swarm.swarm.swarm import Swarm
 
 WILD: tuple[Any, ...] = (
@@ -36,10 +38,14 @@ WILD: tuple[Any, ...] = (
 
 
 class Mutator:
-    """Makes messages of the services of a peer; ``known`` are texts and bytes that mean something to it."""
+    """Makes messages of the services of a peer; ``known`` are texts and bytes that mean something to it.
 
-    def __init__(self, rng: random.Random, known: list[Any]) -> None:
+    ``templates``: messages that an honest peer would send.
+    """
+
+    def __init__(self, rng: random.Random, known: list[Any], templates: Iterable[Message] = ()) -> None:
         self._rng = rng
+        self._templates = {type(one): msgspec.msgpack.encode(one) for one in templates}
         self._texts = [one for one in known if isinstance(one, str)] or [""]
         self._bytes = [one for one in known if isinstance(one, bytes)] or [b""]
 
@@ -87,7 +93,11 @@ class Mutator:
 
     def body(self, kind: type[Any]) -> bytes:
         """An encoded message: valid, or with a field mutated, or with bytes mutated."""
-        rng, value = self._rng, self.value(inspect.type_info(kind))
+        rng = self._rng
+        if kind in self._templates and rng.random() < 0.7:
+            value = msgspec.msgpack.decode(self._templates[kind])
+        else:
+            value = self.value(inspect.type_info(kind))
         if (how := rng.random()) < 0.6:
             for _ in range(rng.choice((1, 1, 2))):
                 self._mutate(value)
@@ -163,7 +173,8 @@ async def send_messages(
     for kind in streams:
         stream = Stream(link, link.mux.open(mutator.opening(kind)))
         link._streams[stream.id] = stream
-        for item in items[:3]:
+        # An organizer goes on to the reports only after a valid opening.
+        for item in [StepReport] * 3 if kind is Attend else items[:3]:
             if link.mux.may_send(stream.id):
                 link.send_item(stream.id, mutator.body(item), mutator.payload())
                 sent += 1

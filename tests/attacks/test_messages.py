@@ -16,9 +16,10 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 import colab_swarm as cs
-from colab_swarm.averaging.group import Joined
-from colab_swarm.averaging.member import Chunk
+from colab_swarm.averaging.group import Attend, News, StepReport, Ticket, Whereabouts
+from colab_swarm.averaging.messages import Chunk
 from colab_swarm.dht.records import FindNear, FoundNear
+from colab_swarm.dht.service import on_loop
 from colab_swarm.errors import PeerError, StateError
 from colab_swarm.events import Fault
 from colab_swarm.net.link import Link
@@ -55,12 +56,21 @@ class Full:
         )
         self.calls: list[Any] = calls
         self.streams: list[Any] = streams
-        self.items: list[Any] = [Chunk, StateChunk, Upgrade, Joined, *streams]
-        progress = self.optimizer.collaboration.progress
+        self.items: list[Any] = [Chunk, StateChunk, Upgrade, StepReport, News, *streams]
+        rounds = self.optimizer.rounds
+        own = rounds.view.own
         self.known = [
-            *(progress.prefix, self.alice.run_id, "ffn.0.0", "float32", "int8", "ws://127.0.0.1:9"),
-            *(self.alice.id, self.mallory.id, progress.known.own.lineage, b"", bytes(16), bytes(32)),
+            *(rounds.view.prefix, self.alice.run_id, "ffn.0.0", "float32", "int8", "ws://127.0.0.1:9"),
+            *(self.alice.id, self.mallory.id, own.lineage, b"", bytes(16), bytes(32)),
         ]
+        terms = rounds._rendezvous.settings.terms
+        ticket = Ticket(terms, 4.0, samples=4.0)
+        self.templates = [
+            Attend(self.mallory.services.peers.contact, b"", terms, rounds._rendezvous.settings.target),
+            StepReport(own.step, own.lineage, counted=4.0, granted=4.0, batch_samples=4.0, ticket=ticket),
+            Whereabouts(rounds.view.prefix, b"", 9, 9),
+        ]
+        self.call(on_loop(rounds._rendezvous.start))  # alice organizes
 
     def call(self, work: Any) -> Any:
         return self.alice.runtime.call(work)
@@ -68,14 +78,14 @@ class Full:
     def counted(self) -> Counter[str]:
         """What messages could pile up in: handlers, streams, rounds, and the tables of each service."""
         links = [*self.linker.table]
-        collaboration, averager = self.optimizer.collaboration, self.alice.services.averager
+        rounds = self.optimizer.rounds
         return Counter(
             handlers=sum(len(link.tasks) for link in links),
             streams=sum(len(link._streams) for link in links),
             calls=sum(len(link._answering) for link in links),
             links=len(links),
-            rounds=len(averager._rounds),
-            forming=len(collaboration.rounds._meetings._matchmaker._forming),
+            rounds=len(self.alice.services.averager._rounds),
+            standing=len(rounds._rendezvous._queues),
             tasks=len(asyncio.all_tasks(self.alice.runtime._loop)),
         )
 
@@ -83,7 +93,7 @@ class Full:
         rng, sent, turn = random.Random(seed), 0, seed
         while sent < count:
             link = await link_of(self.mallory, self.alice)
-            mutator, batch = Mutator(rng, self.known), 0
+            mutator, batch = Mutator(rng, self.known, self.templates), 0
             while batch < BATCH and link.lost is None:
                 calls = [self.calls[(turn + i) % len(self.calls)] for i in range(3)]
                 streams = [self.streams[(turn + i) % len(self.streams)] for i in range(2)]
@@ -134,7 +144,7 @@ def full(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Full]:
 def check(full: Full, caplog: pytest.LogCaptureFixture, attack: Any, seed: int, count: int) -> None:
     full.call(full.works())
     before = full.counted()
-    most = before + Counter(handlers=2, streams=2, calls=2, links=1, tasks=12, rounds=1, forming=1)
+    most = before + Counter(handlers=2, streams=2, calls=2, links=1, tasks=12, rounds=1, standing=1)
     assert full.call(attack(seed, count)) >= count  # the attack fired
     try:
         full.call(full.settle(most))
@@ -155,8 +165,8 @@ def test_every_service_of_a_full_peer_is_attacked(full: Full) -> None:
             "FindNear",
             "Fetch",
             "StoreRecord",
-            "RoundTerms",
-            "JoinRound",
+            "Whereabouts",
+            "Attend",
             "ReduceSpan",
             "RecallSpan",
         ),
@@ -212,13 +222,13 @@ def test_a_manifest_of_gigabytes_costs_no_memory(
         chunks = -(-size // chunk_bytes(size))
         return Claim(b"m" * 16, 5000, b"", size, bytes(32 * chunks))
 
-    prefix = full.optimizer.collaboration.progress.prefix
+    prefix = full.optimizer.rounds.view.prefix
     full.mallory.services.router.serve(prefix, DescribeState, describe, Role.GUEST)
-    collaboration = full.optimizer.collaboration
+    rounds = full.optimizer.rounds
     monkeypatch.setattr(chunks_module.np, "empty", spy)
     try:
         with pytest.raises(StateError, match=r"bytes are too many|not a valid Manifest"):
-            full.call(collaboration.rounds._states.download([full.mallory.id], 1 << 28))
+            full.call(rounds._states.download([full.mallory.id], 1 << 28))
     finally:
         full.mallory.services.router.unserve(prefix, DescribeState)
     assert asked and max(allocated, default=0) < 1 << 28

@@ -1,29 +1,21 @@
-"""Three honest trainers on loopback, and what an attacker needs: an invitation, and no scruples."""
+"""Three honest trainers, at real links or on the virtual clock, and members that attack them."""
 
 import asyncio
 import contextlib
 import threading
 from collections import Counter, defaultdict
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from typing import Any, TypeAlias
 
-import msgspec
 import pytest
-import torch
 
 import colab_swarm as cs
-from colab_swarm.averaging.group import JoinEta, JoinRound, RoundTerms
-from colab_swarm.averaging.result import GroupResult
-from colab_swarm.averaging.standing import BURST_S, SHARE
-from colab_swarm.events import Fault, RoundFinished, StepFinished, Waited
-from colab_swarm.net.peers import PeerId, Refusal, Role, Stream
+from colab_swarm.events import Fault, RoundFinished, StepFinished
+from colab_swarm.net.peers import end_tasks
 from colab_swarm.swarm.simulation import NAMES
 from colab_swarm.swarm.swarm import Swarm
-from colab_swarm.tensors.chunks import Manifest, Snapshot, send_chunks
-from colab_swarm.training.records import ProgressRecord, progress_key
-from colab_swarm.training.state import DescribeState, FetchState
 from tests.training import toy
 
 OPTIONS = cs.NetworkOptions(lan=False)
@@ -34,55 +26,38 @@ KNOWN_STEPS = 4  # after which the honest know each other
 
 
 class Trainer:
-    """An honest trainer on a thread of its own; keeps its parameters after each of its steps."""
+    """A trainer on a thread of its own; keeps a digest of its parameters after each of its steps."""
 
     def __init__(self, swarm: Swarm) -> None:
         self.swarm = swarm
         self.net = toy.model()
-        self.states: dict[tuple[int, bytes], bytes] = {}  # digest of the parameters by step and lineage
-        self.losses: list[float] = []
-        self.results: list[GroupResult] = []
+        self.states: dict[tuple[int, bytes], bytes] = {}  # by step and lineage
         self.error: BaseException | None = None
-        self.stopped, self.ready = threading.Event(), threading.Event()
+        self.stopped = threading.Event()
+        self.ready = threading.Event()
         self.thread = threading.Thread(target=self._run, name=swarm.name, daemon=True)
 
     def _run(self) -> None:
+        rows = toy.ROWS.get(self.swarm.name, slice(0, 3))
         try:
             self.optimizer = toy.join_training(self.swarm, self.net)
             self.ready.set()
-            self.note()
             while not self.stopped.is_set():
-                self.take_batch()
-                if self.steps > max((step for step, _ in self.states), default=0):
-                    self.note()
+                self.stopped.wait(COMPUTES_S)
+                toy.take(self.optimizer, self.net, self.steps, rows)
+                state = toy.parameters_of(self.net).numpy().tobytes()
+                self.states[self.steps, self.optimizer.lineage] = sha256(state).digest()
         except BaseException as error:  # the town shows it
             self.error = error
-        finally:
             self.ready.set()
-
-    def take_batch(self) -> None:
-        step, rows = self.optimizer.global_step, toy.ROWS.get(self.swarm.name, slice(0, 3))
-        loss = toy.loss_of(self.net, step, rows)
-        loss.backward()
-        self.stopped.wait(COMPUTES_S)
-        result = self.optimizer.step(samples=rows.stop - rows.start, loss=loss.item())
-        if result is not None:
-            self.results.append(result)
-
-    def note(self) -> None:
-        key = self.optimizer.global_step, self.optimizer.lineage
-        parameters = toy.parameters_of(self.net)
-        self.states[key] = sha256(parameters.numpy().tobytes()).digest()
-        with torch.no_grad():
-            self.losses.append(float(torch.stack([toy.loss_of(self.net, step) for step in range(20)]).mean()))
 
     @property
     def steps(self) -> int:
         return self.optimizer.global_step if hasattr(self, "optimizer") else 0
 
     @property
-    def progress(self) -> Any:
-        return self.optimizer.collaboration.progress
+    def rounds(self) -> Any:
+        return self.optimizer.rounds
 
 
 def end(swarm: Swarm) -> None:
@@ -96,25 +71,24 @@ def end(swarm: Swarm) -> None:
 
 
 class Town:
+    """Honest trainers at real links; ``trainers`` are those that must hold."""
+
     def __init__(self, stack: contextlib.ExitStack) -> None:
         self._stack = stack
-        alice = cs.create("attacked", peer_name="alice", options=OPTIONS)
-        stack.callback(end, alice)
-        self.swarms = {"alice": alice}
-        for name in HONEST[1:]:
-            self.swarms[name] = self.join(name)
-        self.trainers = [Trainer(swarm) for swarm in self.swarms.values()]
+        self.alice = cs.create("attacked", peer_name="alice", options=OPTIONS)
+        stack.callback(end, self.alice)
+        swarms = [self.alice, *map(self.join, HONEST[1:])]
+        self.trainers = [self.trainer(swarm) for swarm in swarms]
 
     def join(self, name: str, invite: object = None, options: cs.NetworkOptions = OPTIONS) -> Swarm:
         """A peer with its own invitation, or with this one."""
-        invite = invite or self.swarms["alice"].invite()
-        swarm = cs.join(str(invite), peer_name=name, options=options)
+        swarm = cs.join(str(invite or self.alice.invite()), peer_name=name, options=options)
         self._stack.callback(end, swarm)
         return swarm
 
-    def trainer(self, swarm: Swarm, kind: type[Trainer] = Trainer) -> Trainer:
-        """One more trainer; a thread that is stopped at the end."""
-        trainer = kind(swarm)
+    def trainer(self, swarm: Swarm) -> Trainer:
+        """One more trainer; its thread ends with the town."""
+        trainer = Trainer(swarm)
         self._stack.callback(trainer.stopped.set)
         return trainer
 
@@ -126,22 +100,20 @@ class Town:
 
     @contextlib.contextmanager
     def meanwhile(self, work: Coroutine[Any, Any, None]) -> Iterator[None]:
-        """Run the attack on the peers' event loop; it must not fail."""
+        """Run the attack on the peers' event loop; it must not end."""
 
         async def begin() -> asyncio.Task[None]:
             return asyncio.create_task(work)
 
         async def finish() -> None:
-            task.cancel()
-            (outcome,) = await asyncio.gather(task, return_exceptions=True)
-            assert isinstance(outcome, asyncio.CancelledError), outcome
+            assert not task.done(), task
+            await end_tasks(task)
 
-        runtime = self.swarms["alice"].runtime
-        task = runtime.call(begin())
+        task = self.alice.runtime.call(begin())
         try:
             yield
         finally:
-            runtime.call(finish())
+            self.alice.runtime.call(finish())
 
     @property
     def steps(self) -> int:
@@ -150,19 +122,22 @@ class Town:
 
     @property
     def prefix(self) -> str:
-        return str(self.trainers[0].progress.prefix)
+        return str(self.trainers[0].rounds.view.prefix)
 
     def wait(self, condition: Callable[[], bool], what: str) -> None:
         ended = threading.Event()
         for _ in range(int(HANG_S / 0.05)):
-            for trainer in self.trainers:
-                if trainer.error is not None:
-                    raise AssertionError(f"{trainer.swarm.name} failed") from trainer.error
+            self.check()
             if condition():
                 return
             ended.wait(0.05)
         steps = {trainer.swarm.name: trainer.steps for trainer in self.trainers}
         pytest.fail(f"no {what} in {HANG_S:.0f} s; steps: {steps}")
+
+    def check(self) -> None:
+        for trainer in self.trainers:
+            if trainer.error is not None:
+                raise AssertionError(f"{trainer.swarm.name} failed") from trainer.error
 
     def go_on(self, steps: int) -> None:
         """Return when all honest peers have taken ``steps`` more steps."""
@@ -175,178 +150,82 @@ class Town:
         for trainer in self.trainers:
             trainer.thread.join(HANG_S)
             assert not trainer.thread.is_alive(), f"{trainer.swarm.name} hangs"
-            if trainer.error is not None:
-                raise AssertionError(f"{trainer.swarm.name} failed") from trainer.error
+        self.check()
 
-    def assert_held(self, *, least_shared: int, loss: bool = True) -> None:
-        """Equal lineages are equal parameters, ``least_shared`` steps are common to all, and nothing was raised."""
-        held: dict[tuple[int, bytes], dict[str, bytes]] = defaultdict(dict)
+    def assert_held(self, *, least_shared: int) -> None:
+        """Equal lineages are equal parameters, ``least_shared`` steps are common to all, and no fault was told."""
+        held: dict[tuple[int, bytes], set[bytes]] = defaultdict(set)
         for trainer in self.trainers:
+            assert not trainer.swarm.events.recent(Fault)
             for key, digest in trainer.states.items():
-                held[key][trainer.swarm.name] = digest
-            assert not loss or max(trainer.losses) < 2 * trainer.losses[0], "the loss diverged"
-            faults = [e for e in trainer.swarm.events.recent(Fault) if "deviant" not in str(e)]
-            assert not faults, faults
-        assert all(len(set(digests.values())) == 1 for digests in held.values()), (
-            "equal lineages, different parameters"
-        )
-        shared = sum(digests.keys() >= {*HONEST} for digests in held.values())
-        assert shared >= least_shared, f"only {shared} steps were shared by all"
-
-    def waited_for(self, *peers: PeerId) -> float:
-        """The seconds that the honest were told to have waited for these, all together."""
-        names, events = {peer.hex() for peer in peers}, [swarm.events for swarm in self.swarms.values()]
-        return sum(one.seconds for log in events for one in log.recent(Waited) if one.peer in names)
-
-    def rounds(self) -> list[RoundFinished]:
-        return [e for trainer in self.trainers for e in trainer.swarm.events.recent(RoundFinished)]
+                held[key].add(digest)
+        assert all(len(digests) == 1 for digests in held.values())
+        paths = [set(trainer.rounds.view._path.items()) for trainer in self.trainers]
+        assert len(set.intersection(*paths)) >= least_shared
 
 
 @contextlib.contextmanager
 def town() -> Iterator[Town]:
     with contextlib.ExitStack() as stack:
-        made = Town(stack)
-        try:
-            yield made
-        finally:
-            for trainer in made.trainers:
-                trainer.stopped.set()
-            for trainer in made.trainers:
-                if trainer.thread.ident is not None:
-                    trainer.thread.join(30.0)
+        yield Town(stack)
 
 
-class Mallory:
-    """An attacker on the swarm's own network: publishes records that follow the honest peers', and answers as told."""
-
-    def __init__(self, swarm: Swarm, prefix: str) -> None:
-        self.swarm, self.prefix = swarm, prefix
-        self.services, self.peers = swarm.services, swarm.services.peers
-        self.fired: dict[str, int] = defaultdict(int)  # attacks by kind
-        self.ready_in_s: float | None = None  # a broken promise would cost it its credit
-        self.record: Callable[[ProgressRecord], ProgressRecord] = lambda honest: honest
-        self.on_join: Callable[[JoinRound, Stream], Awaitable[None]] | None = None
-        self.on_call: Callable[[PeerId, RoundTerms], Awaitable[None]] | None = None
-        self._tasks: set[asyncio.Task[None]] = set()
-
-    def __enter__(self) -> "Mallory":
-        self.swarm.runtime.call(self._start())
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.swarm.runtime.call(self._stop())
-
-    async def _start(self) -> None:
-        self.services.router.serve(self.prefix, RoundTerms, self._answer_call, Role.GUEST)
-        self.services.router.serve_stream(self.prefix, JoinRound, self._answer_join, Role.GUEST)
-        await self._publish()
-        self._tasks.add(asyncio.create_task(self._keep_publishing()))
-
-    async def _stop(self) -> None:
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-
-    async def _keep_publishing(self) -> None:
-        while True:
-            with contextlib.suppress(cs.errors.PeerError):
-                await self._publish()
-            await asyncio.sleep(0.02)  # the honest take a step each `COMPUTES_S` at most
-
-    async def honest(self) -> ProgressRecord | None:
-        """The foremost honest record."""
-        found = await self.services.dht.published(progress_key(self.prefix), ProgressRecord)
-        honest = [record for record in found.values() if record.name in HONEST and not record.syncing]
-        return max(honest, key=lambda record: record.step, default=None)
-
-    async def _publish(self) -> None:
-        if (honest := await self.honest()) is None:
-            return
-        addresses = self.peers.contact.addresses
-        own = msgspec.structs.replace(honest, name="mallory", addresses=addresses, reduces=True, sketch=None)
-        await self.services.dht.publish(progress_key(self.prefix), self.record(own), ttl_s=30.0)
-        self.fired["records"] += 1
-
-    async def _answer_call(self, peer: PeerId, terms: RoundTerms) -> JoinEta:
-        self.fired["calls"] += 1
-        if self.on_call is not None:
-            self._tasks.add(asyncio.ensure_future(self.on_call(peer, terms)))
-        return JoinEta(self.ready_in_s)
-
-    async def _answer_join(self, opening: JoinRound, stream: Stream) -> None:
-        self.fired["joins"] += 1
-        if self.on_join is None:
-            raise Refusal("no")
-        await self.on_join(opening, stream)
-
-    async def serve_state(self, held: Snapshot) -> None:
-        """Give this state to those that ask."""
-
-        async def describe(peer: PeerId, ask: DescribeState) -> Manifest:
-            self.fired["manifests"] += 1
-            return held.manifest
-
-        async def send(ask: FetchState, stream: Stream) -> None:
-            self.fired["states"] += 1
-            await send_chunks(ask, stream, held.read)
-
-        self.services.router.serve(self.prefix, DescribeState, describe, Role.GUEST)
-        self.services.router.serve_stream(self.prefix, FetchState, send, Role.GUEST)
-
-
-Attack: TypeAlias = Callable[[Swarm, str], Counter[str]]
-"""Takes a hostile member and the prefix of its run; the counter tells later how often the attack fired."""
+Attack: TypeAlias = Callable[[Swarm, Any, Counter[str]], object]
+"""Takes a hostile member, its optimizer, and counts how often it fires. It trains on after a return."""
 CALM_S = 20.0  # of simulated training before an attack
 SAMPLES, SAMPLES_PER_S = 2, 4.0
-STEP_S = 4.0  # that honest peers take for a step of theirs alone
+STEP_S = 4.0  # that the honest take for a step of theirs alone
 
 
 @dataclass
 class Aftermath:
-    """What an attack left to the honest: ``kept`` of their steps, beyond what the hostile may cost by the rules.
+    """What an attack left to the honest.
 
-    ``cost_s``: the most that one of the honest was told to have waited for the hostile (True), and for the honest.
+    Attributes:
+        kept: the part of their steps, as if they were alone.
+        rounds: theirs since the attack began.
+        events: what they were told since then, with who was told it.
     """
 
-    steps: int
     kept: float
+    rounds: list[RoundFinished]
+    events: list[tuple[str, Any]]
     fired: Counter[str]
-    cost_s: dict[bool, float]
+    nets: dict[str, Any]
+    hostile: set[str]
 
 
-def attacked(honest: int, attacks: Sequence[Attack], seed: int, seconds: float) -> Aftermath:
-    """Train on the virtual clock beside one hostile member for each attack; the user's loop must raise nothing.
-
-    The attacks must begin at `CALM_S`.
-    """
-    steps, fired, hostile = Counter[str](), list[Counter[str]](), set[str]()
-    cost_s: dict[bool, Counter[str]] = {True: Counter(), False: Counter()}
+def attacked(attacks: Sequence[Attack], seed: int, seconds: float, honest: int = 3) -> Aftermath:
+    """Train on the virtual clock beside a hostile member for each attack; no honest loop may raise."""
+    after = Aftermath(0.0, [], [], Counter(), {}, set())
+    steps = Counter[str]()
 
     def work(swarm: Swarm) -> None:
-        def hear(event: object) -> None:
-            if isinstance(event, StepFinished) and event.at > CALM_S:
-                steps[swarm.name] += 1
-            elif isinstance(event, Waited) and event.at > CALM_S:
-                cost_s[event.peer in hostile][swarm.name] += event.seconds
-
         net = toy.model()
         optimizer = toy.join_training(swarm, net, target_batch_size=int(honest * SAMPLES_PER_S * STEP_S))
         number = NAMES.index(swarm.name) - honest
         if number < 0:
-            swarm.events.listen(hear)
+            after.nets[swarm.name] = net
+            swarm.events.listen(lambda event: hear(swarm.name, event))
         else:
-            hostile.add(swarm.id.hex())
-            fired.append(attacks[number](swarm, optimizer.collaboration.progress.prefix))
-        while True:
-            toy.loss_of(net, optimizer.global_step, slice(0, SAMPLES)).backward()
-            optimizer.step(samples=SAMPLES)
+            after.hostile.add(swarm.id.hex())
+        while number < 0 or simulation.time < CALM_S:
+            toy.take(optimizer, net, optimizer.global_step, slice(0, SAMPLES))
+        with contextlib.suppress(Exception):  # it gets what it gives
+            attacks[number](swarm, optimizer, after.fired)
+            while True:
+                toy.take(optimizer, net, optimizer.global_step, slice(0, SAMPLES))
 
-    count = honest + len(attacks)
-    with cs.simulate(count, network="lan", seed=seed, samples_per_s=SAMPLES_PER_S) as simulation:
+    def hear(name: str, event: Any) -> None:
+        if event.at > CALM_S:
+            after.events.append((name, event))
+            steps[name] += isinstance(event, StepFinished)
+
+    with cs.simulate(
+        honest + len(attacks), network="lan", seed=seed, samples_per_s=SAMPLES_PER_S
+    ) as simulation:
         simulation.run(work, seconds=CALM_S + seconds)
-    slowest = min(steps[name] for name in NAMES[:honest])
-    bound_s = len(attacks) * (BURST_S + SHARE * seconds)
-    most_s = {whose: max(each.values(), default=0.0) for whose, each in cost_s.items()}
-    after = Aftermath(slowest, slowest * STEP_S / (seconds - bound_s), sum(fired, Counter[str]()), most_s)
-    print(f"seed {seed}: {after}")
+    after.kept = min(steps[name] for name in NAMES[:honest]) * STEP_S / seconds
+    after.rounds = [event for _, event in after.events if isinstance(event, RoundFinished)]
+    print(f"seed {seed}: {after.kept:.2f} of the steps kept, {after.fired}")
     return after

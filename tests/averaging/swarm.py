@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from colab_swarm.averaging.group import Group, GroupMember, RoundTerms, Span
-from colab_swarm.averaging.member import AveragingSettings, Chunk, UploadEncoding
+from colab_swarm.averaging.messages import AveragingSettings, Chunk
 from colab_swarm.averaging.result import GroupResult
 from colab_swarm.averaging.round import Averager
 from colab_swarm.net.peers import Message
@@ -86,7 +86,7 @@ def run_round(
     script: Callable[[SimNetwork], None] = lambda network: None,
     prepare: Callable[[dict[str, Floats]], None] = lambda contributions: None,
     delays: dict[str, float] | None = None,
-    encodings: dict[str, UploadEncoding] | None = None,
+    fine: int | None = None,
     feedbacks: dict[str, ErrorFeedback] | None = None,
     seed: int = 0,
 ) -> Outcome:
@@ -115,7 +115,7 @@ def run_round(
                 return
             values = contributions[name].copy()
             contribution = HostVector(values, (feedbacks or {}).get(name))
-            result = await averagers[name].average(group, contribution, (encodings or {}).get(name))
+            result = await averagers[name].average(group, contribution, fine)
             outcome.vectors[name], outcome.results[name] = values, result
             outcome.seconds[name] = asyncio.get_running_loop().time() - BEGINS_AT
 

@@ -1,153 +1,149 @@
-"""A member that is silent or slow within rounds costs the others a burst in all, and no mean."""
+"""A member that is late within rounds costs the others a wait now and then, and no mean; nobody else is left out."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
 
-from colab_swarm.averaging.lateness import TICK_S
+from colab_swarm.averaging.exchange import TICK_S, Round
 from colab_swarm.averaging.result import GroupResult
-from colab_swarm.averaging.round import Averager
-from colab_swarm.averaging.span_server import SpanServer
-from colab_swarm.averaging.standing import BURST_S, SHARE
-from colab_swarm.averaging.upload import Upload
+from colab_swarm.averaging.round import LEFT_OUT_S, Averager
 from colab_swarm.events import EventLog, Waited
+from colab_swarm.net.patience import Patience
 from colab_swarm.runtime import loop_now
-from colab_swarm.sim import HOME, LAN, SimNetwork, run_virtual
+from colab_swarm.sim import LAN, SimNetwork, run_virtual
 from colab_swarm.tensors.vector import HostVector
 from tests.averaging.swarm import NAMES, SETTINGS, make_group, vector
 
-ROUNDS, NUMEL, LIAR = 40, 400_000, "dave"  # six chunks a span
-HONEST_ROUNDS = 3  # of one that takes no part later
+NUMEL = 400_000  # six chunks a span
+LEAST_S = 2.0  # of a limit
 USUAL_S = 0.1
+PEERS = NAMES[:4]
 
 
-async def hold(*_: Any) -> None:
-    await asyncio.sleep(1e6)
+class Town:
+    """Four peers on a LAN, which average in one round after the other."""
+
+    def __init__(self) -> None:
+        self.network = SimNetwork(LAN, seed=3)
+        self.peers = [self.network.peer(name) for name in PEERS]
+        self.network.introduce()
+        self.names = {peer.id: peer.name for peer in self.peers}
+        self.logs = {name: EventLog() for name in PEERS}
+        self.averagers = {peer.name: Averager(peer, SETTINGS, self.logs[peer.name]) for peer in self.peers}
+        self.round = 0
+
+    async def average(self, *names: str, awaited: Sequence[str] = PEERS[:3]) -> float:
+        """One round in which these take part; return its seconds at the ``awaited``, who end with the same mean."""
+        self.round += 1
+        group = make_group(self.peers, [1, 1, 1, 1], NUMEL, round_id=self.round)
+        vectors = [vector(4 * self.round + index, NUMEL) for index in range(4)]
+        own = {name: values.copy() for name, values in zip(PEERS, vectors, strict=True)}
+        tasks = {
+            name: asyncio.create_task(self.averagers[name].average(group, HostVector(own[name])))
+            for name in names
+        }
+        began_at = loop_now()
+        self.results: list[GroupResult] = await asyncio.gather(*(tasks[name] for name in awaited))
+        seconds = loop_now() - began_at
+        for task in tasks.values():
+            task.cancel()
+        low, high = np.min(vectors, axis=0) - 1e-5, np.max(vectors, axis=0) + 1e-5
+        for name in awaited:
+            np.testing.assert_array_equal(own[name], own[awaited[0]])
+            assert ((low <= own[name]) & (own[name] <= high)).all()
+        await asyncio.sleep(1.0)
+        return seconds
+
+    def waited(self) -> list[set[str]]:
+        """For whom each of the first three was told to have waited."""
+        logs = [self.logs[name] for name in PEERS[:3]]
+        return [{self.names[bytes.fromhex(event.peer)] for event in log.recent(Waited)} for log in logs]
+
+    def counted(self) -> set[str]:
+        return {self.names[peer] for peer in self.results[0].contributors}
 
 
-async def drip(send: Callable[..., Any], *message: Any) -> None:
-    await asyncio.sleep(2.0)
-    await send(*message)
-
-
-async def blame(self: SpanServer, stream: Any) -> None:
-    """Return the means late, and without a member that sent everything in time."""
-    await asyncio.sleep(2.0)
-    other = (self.own.me + 1) % len(self.own.group.members)
-    for message, payload in [*self._means]:
-        await stream.send(msgspec.structs.replace(message, missing=(other,)), payload)
-
-
-ATTACKS = (
-    "withholds its means",
-    "blames another",
-    "contributes nothing",
-    "sends a chunk each two seconds",
-    "takes no part",
-)
-
-
-def attack(kind: str, fired: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the liar's rounds do that."""
-
-    def instead(part: type[Upload | SpanServer], name: str, liars: Callable[..., Any]) -> None:
-        honest = getattr(part, name)
-
-        async def method(self: Upload | SpanServer, *given: Any) -> Any:
-            if getattr(self.own.peers, "name", "") != LIAR:
-                return await honest(self, *given)
-            fired.append(loop_now())
-            return await liars(self, *given)
-
-        monkeypatch.setattr(part, name, method)
-
-    if kind == "withholds its means":
-        instead(SpanServer, "_return_means", hold)
-    elif kind == "blames another":
-        instead(SpanServer, "_return_means", blame)
-    elif kind == "contributes nothing":
-        instead(Upload, "_send_chunks", hold)
-    elif kind == "sends a chunk each two seconds":
-        honest = Upload._send_chunks
-
-        async def slowly(self: Upload, stream: Any, reducer: int) -> None:
-            send = stream.send
-            monkeypatch.setattr(stream, "send", lambda *message: drip(send, *message))
-            await honest(self, stream, reducer)
-
-        instead(Upload, "_send_chunks", slowly)
-
-
-@pytest.mark.parametrize("kind", ATTACKS)
-def test_silence_within_rounds_costs_a_burst_in_all(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    fired, waits, logs = list[float](), list[float](), list[EventLog]()
-    attack(kind, fired, monkeypatch)
+@pytest.mark.parametrize("way", ["_return_means", "_send_chunks", ""])
+def test_a_late_member_costs_its_limit_and_then_nothing_for_a_while(
+    way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It withholds its means, contributes nothing, or takes no part."""
+    hangs = list[int]()
 
     async def main() -> None:
-        network = SimNetwork(LAN, seed=3)
-        peers = [network.peer(name) for name in NAMES[:4]]
-        network.introduce()
-        logs.extend(EventLog() for _ in peers)
-        averagers = [Averager(peer, SETTINGS, log) for peer, log in zip(peers, logs, strict=True)]
-        honest, liar = averagers[:3], averagers[3]
-        for number in range(ROUNDS):
-            group, began = make_group(peers, [1, 1, 1, 1], NUMEL, round_id=number), loop_now()
-            vectors = [vector(4 * number + index, NUMEL) for index in range(4)]
-            own = [values.copy() for values in vectors]
-            lying = None
-            if kind != "takes no part" or number < HONEST_ROUNDS:
-                lying = asyncio.create_task(liar.average(group, HostVector(own[3])))
-            else:
-                fired.append(began)
-            results: list[GroupResult] = await asyncio.gather(
-                *(one.average(group, HostVector(values)) for one, values in zip(honest, own, strict=False))
-            )
-            waits.append(loop_now() - began)
-            if lying is not None:
-                lying.cancel()
-            low, high = np.min(vectors, axis=0) - 1e-5, np.max(vectors, axis=0) + 1e-5
-            assert all(np.array_equal(own[0], values) for values in own[1:3]) and not results[0].kept_local
-            assert ((low <= own[0]) & (own[0] <= high)).all()
-            for averager in honest:
-                for peer in set(results[0].contributors):
-                    averager.standings[""].earn(peer, loop_now())
-            await asyncio.sleep(1.0)
+        town = Town()
+        town.averagers["dave"]._patience = Patience(LEFT_OUT_S, least_s=1e6)  # it gives up nobody itself
+        for _ in range(3):
+            assert await town.average(*PEERS, awaited=PEERS) < USUAL_S
+        if way:
+            honest = getattr(Round, way)
 
-        names = {peer.id.hex(): peer.name for peer in peers}
-        for log in logs[:3]:
-            waited = log.recent(Waited)
-            assert LIAR in {names[one.peer] for one in waited}
-            assert sum(one.seconds for one in waited if names[one.peer] != LIAR) < 1.0
+            async def hang(own: Round, *given: Any) -> None:
+                if town.names[own.peers.id] == "dave":
+                    hangs.append(town.round)
+                    await asyncio.sleep(1e6)
+                await honest(own, *given)
+
+            monkeypatch.setattr(Round, way, hang)
+        names = PEERS if way else PEERS[:3]
+        assert LEAST_S < await town.average(*names) < 3 * LEAST_S
+        assert town.waited() == [{"dave"}] * 3
+        for _ in range(10):
+            assert await town.average(*names) < USUAL_S + 2 * TICK_S
+        await asyncio.sleep(LEFT_OUT_S)
+        assert await town.average(*names) > LEAST_S, "it is awaited again"
+        await asyncio.sleep(LEFT_OUT_S)
+        assert await town.average(*names) < USUAL_S + 2 * TICK_S, "it is left out for twice as long"
+        assert town.waited() == [{"dave"}] * 3
 
     run_virtual(main())
-    assert len(fired) >= ROUNDS - HONEST_ROUNDS
-    # The liar's chunks are late for one reducer after another, so each of the three loses a burst.
-    assert sum(waits) < 3 * (BURST_S + SHARE * ROUNDS) + USUAL_S * ROUNDS and max(waits[10:]) < 2 * USUAL_S
+    assert len(set(hangs)) >= 13 or not way
 
 
-def test_a_member_without_credit_still_has_the_usual_time() -> None:
+def test_who_comes_in_time_counts_and_is_awaited_again() -> None:
     async def main() -> None:
-        network = SimNetwork(HOME, seed=3)
-        peers = [network.peer(name) for name in NAMES[:4]]
-        network.introduce()
-        averagers = [Averager(peer, SETTINGS) for peer in peers]
-        everyone = [peer.id for peer in peers]
-        for number in range(6):
-            group = make_group(peers, [1, 1, 1, 1], NUMEL, round_id=number)
-            if number == 4:
-                for averager in averagers[:3]:
-                    standing = averager.standings[""]
-                    standing.settle("its part of a round", {everyone[3]: 60.0}, everyone, loop_now())
-                    assert standing.credit_s(everyone[3]) == 0.0
-            began = loop_now()
-            results = await asyncio.gather(
-                *(averager.average(group, HostVector(vector(number, NUMEL))) for averager in averagers)
-            )
-            assert loop_now() - began > 2 * TICK_S, "late members are looked for"
-            assert all(len(result.contributors) == 4 for result in results)
+        town = Town()
+        await town.average(*PEERS, awaited=PEERS)
+        for _ in range(2):
+            assert await town.average(*PEERS[:3]) > LEAST_S
+            assert town.counted() == {*PEERS[:3]}
+            assert await town.average(*PEERS, awaited=PEERS) < USUAL_S + 2 * TICK_S
+            assert town.counted() == {*PEERS}
+
+    run_virtual(main())
+
+
+def test_nobody_is_left_out_where_more_than_half_are_late() -> None:
+    async def main() -> None:
+        town = Town()
+        assert await town.average("alice", awaited=["alice"]) < 2 * SETTINGS.patience_s + 1.0
+        assert town.waited() == [set()] * 3
+        await town.average(*PEERS[1:], awaited=PEERS[1:])
+
+    run_virtual(main())
+
+
+def test_a_peer_that_has_slept_gives_the_others_more_time_and_blames_none() -> None:
+    async def main() -> None:
+        town = Town()
+        loop: Any = asyncio.get_running_loop()
+        loop.call_later(0.01, setattr, loop, "now", 30.0)
+        await town.average(*PEERS, awaited=PEERS)
+        assert town.counted() == {*PEERS} and town.waited() == [set()] * 3
+
+    run_virtual(main())
+
+
+def test_a_line_that_has_become_slow_is_not_late() -> None:
+    async def main() -> None:
+        town = Town()
+        for _ in range(3):
+            await town.average(*PEERS, awaited=PEERS)
+        town.network.now().slow("dave", 400.0)
+        assert await town.average(*PEERS, awaited=PEERS) > 2 * LEAST_S
+        assert town.counted() == {*PEERS} and town.waited() == [set()] * 3
 
     run_virtual(main())

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from colab_swarm.averaging.group import Span, cut_chunks
-from colab_swarm.averaging.reducer import FEW_VALUES, OUTLIER, SpanReducer
+from colab_swarm.averaging.reducer import SpanReducer
 from colab_swarm.tensors.codecs import Floats
 
 CHUNKS = cut_chunks(Span(100, 110), 4)
@@ -28,23 +28,12 @@ def test_a_chunk_is_finished_with_the_last_contribution_and_has_the_weighted_mea
     assert r.missing(0) == () and r.unfinished == {1, 2}
 
 
-def test_a_contribution_far_larger_than_usual_is_scaled_down_unless_the_own_is_as_large() -> None:
-    for own, counted in (1.0, 40.0), (5.0, 100.0), (180.0, 180.0):
-        wide = np.full(FEW_VALUES, 180.0, np.float32)
-        r = SpanReducer(
-            [Span(0, len(wide))], [1, 0], np.empty_like(wide), 20.0, own=[wide * own / 180].__getitem__
-        )
-        assert r.on_chunk(0, 0, wide)
-        np.testing.assert_allclose(r.mean(0), np.full_like(wide, counted), rtol=1e-6)
-
-
-def test_two_values_that_are_large_by_chance_are_counted_as_they_are() -> None:
-    few, usual_rms = np.float32([0.5, -0.2]), 0.03
-    r = SpanReducer(
-        [Span(0, 2)], [1, 0], np.empty(2, np.float32), OUTLIER * usual_rms, own=[few / 50].__getitem__
-    )
-    assert r.on_chunk(0, 0, few)
-    np.testing.assert_allclose(r.mean(0), few)
+def test_a_contribution_over_the_bound_is_refused() -> None:
+    r = SpanReducer(CHUNKS, [1, 1], np.empty(10, np.float32), most_rms=20.0)
+    r.on_chunk(0, 0, full(0, 20.0))
+    with pytest.raises(ValueError, match="far too large: 21"):
+        r.on_chunk(1, 0, full(0, 21.0))
+    assert r.drop(1) == [0] and r.largest_rms == pytest.approx(20.0)
 
 
 def test_a_lost_member_leaves_the_mean_of_the_chunks_it_did_not_deliver() -> None:

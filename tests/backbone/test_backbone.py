@@ -56,10 +56,11 @@ def test_a_run_outlives_all_its_trainers(tmp_path: Path, listen: bool) -> None:
 
 def test_losses_and_peers_are_collected_and_the_curve_outlives_a_restart(tmp_path: Path) -> None:
     scene = Scene(tmp_path)
-    with cs.simulate(1, seed=5) as sim:
+    # A step takes ten seconds, longer than from one record to the next.
+    with cs.simulate(1, seed=5, samples_per_s=0.5) as sim:
         sim.join("bob", listen=False)
         sim.join("carol", listen=False)
-        scene.run(sim, 60, bob=20, carol=20)
+        scene.run(sim, 300, bob=20, carol=20)
         (shown,) = scene.backbone.snapshots()  # type: ignore[union-attr]
     points = scene.keeper.curve.points
     assert len(points) >= 5 and statistics.median(point.peers for point in points) == 2

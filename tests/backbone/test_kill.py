@@ -34,7 +34,7 @@ import colab_swarm as cs
 from tests.training.toy import join_training, loss_of, model
 with cs.join(sys.argv[1], peer_name=sys.argv[2], options=cs.NetworkOptions(lan=False)) as swarm:
     net = model(seed=len(sys.argv[2]))
-    optimizer = join_training(swarm, net, matchmaking_timeout_s=1.0)
+    optimizer = join_training(swarm, net)
     print(json.dumps({"began_at": optimizer.global_step}), flush=True)
     while True:
         loss = loss_of(net, optimizer.global_step, slice(0, 2))

@@ -14,8 +14,8 @@ from colab_swarm.backbone import keeper
 from colab_swarm.backbone.config import Forward
 from colab_swarm.backbone.keeper import Forwarder, LossCurve, LossPoint, weighted_median
 from colab_swarm.net.peers import PeerId
-from colab_swarm.training.election import Branch
 from colab_swarm.training.records import ProgressRecord
+from colab_swarm.training.view import Branch
 
 ALICE, BOB, MALLORY = (PeerId(bytes([letter]) * 32) for letter in b"abm")
 

@@ -16,21 +16,20 @@ import numpy as np
 import torch
 
 from colab_swarm.averaging.group import Group, GroupMember, RoundTerms
-from colab_swarm.averaging.member import UploadEncoding
 from colab_swarm.averaging.moshpit import MoshpitAverager
 from colab_swarm.averaging.round import Averager
 from colab_swarm.events import RoundFinished
 from colab_swarm.experiments.loss_per_byte import wait_trainers
 from colab_swarm.experiments.report import Report, reports
 from colab_swarm.net.peers import Contact
+from colab_swarm.runtime import loop_now
 from colab_swarm.tensors.chunks import Snapshot
 from colab_swarm.tensors.codecs import Floats
 from colab_swarm.tensors.vector import HostVector
-from colab_swarm.training.collaboration import Collaboration
 from colab_swarm.training.link_rounds import LinkRounds
 from colab_swarm.training.records import ProgressRecord, StepTaken
-from colab_swarm.training.rounds import TrainedModel
-from colab_swarm.training.settings import RoundInput, TrainingSettings
+from colab_swarm.training.rounds import Ready, TrainedModel
+from colab_swarm.training.settings import RoundInput, StepOffer, TrainingSettings
 from tests.benchmarks.harness import (
     Channel,
     Crew,
@@ -172,26 +171,31 @@ def make_full_steps(parent: Channel, mode: str, numel: int, peers: int, *invites
     def no_state() -> Snapshot:
         raise AssertionError("no peer falls behind in this benchmark")
 
-    async def begin() -> Collaboration:
-        own = ProgressRecord(0, b"same", 0.0, 1.0, syncing=False, reduces=True, name=swarm.name)
-        settings = TrainingSettings(
-            "bench", 1.0, compression="float16", mean_compression="float16", matchmaking_timeout_s=2.0
+    async def begin() -> LinkRounds:
+        own = ProgressRecord(
+            0, b"same", 0.0, 1.0, syncing=False, reduces=True, name=swarm.name, min_peers=peers
         )
+        settings = TrainingSettings("bench", peers, compression="float16", mean_compression="float16")
         model = TrainedModel(numel, b"", no_state, 0.0, lambda: None)
-        made = Collaboration(LinkRounds(swarm.services, settings, own, model))
+        made = LinkRounds(swarm.services, settings, own, model)
         await made.start()
         return made
 
     async def step() -> None:
-        await collaboration.report(1.0)
-        lineage = collaboration.progress.known.own.lineage
-        given = RoundInput(HostVector(values), 1.0, 1.0, UploadEncoding())
-        async with aclosing(collaboration.contribute(given)) as outcomes:
+        """Count one sample of as many as there are peers, form the group and average."""
+        ready = Ready.COMPUTE
+        while ready is Ready.COMPUTE:
+            rounds.count(1.0, loop_now())
+            ready = await rounds.ready(StepOffer(1.0))
+        assert ready is Ready.CONTRIBUTE, ready
+        lineage = rounds.view.own.lineage
+        given = RoundInput(HostVector(values), 1.0, 1.0)
+        async with aclosing(rounds.contribute(given)) as outcomes:
             async for outcome in outcomes:
-                await collaboration.on_applied(outcome, StepTaken(outcome.mean.lineage_after(lineage)))
+                await rounds.on_applied(outcome, StepTaken(outcome.mean.lineage_after(lineage)))
 
     swarm = enter(*invites, name=f"peer-{time.monotonic_ns()}")
-    collaboration = swarm.runtime.call(begin())
+    rounds = swarm.runtime.call(begin())
     groups = MoshpitAverager(
         swarm.services.router, swarm.services.dht, swarm.services.averager, "bench/groups"
     )
@@ -202,7 +206,7 @@ def make_full_steps(parent: Channel, mode: str, numel: int, peers: int, *invites
         values, others = others, values
         values[:] = parent.call(**found)["value"]
         if mode == "step":
-            wait_trainers(swarm, collaboration, peers)
+            wait_trainers(swarm, rounds, peers)
         parent.call(ready=True)
         began = time.perf_counter()
         if mode == "groups":

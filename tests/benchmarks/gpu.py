@@ -309,12 +309,12 @@ def _train_together(swarm: "cs.Swarm", case: Case, rounds: int) -> dict[str, Any
     """Train until the end of so many rounds after the first, which warms up."""
     forget_peak()
     loop = TrainingLoop(case, seed=int(swarm.id.hex()[:8], 16))
-    settings = {"name": case.name, "model": loop.model, "matchmaking_timeout_s": 30.0, **WAYS[case.way]}
+    settings = {"name": case.name, "model": loop.model, **WAYS[case.way]}
     target = loop.samples
     if "local_steps" not in settings:
         target *= PEERS * MICRO_BATCHES
     optimizer = swarm.optimizer(loop.bare, target_batch_size=target, **settings)
-    wait_trainers(swarm, optimizer.collaboration, PEERS)
+    wait_trainers(swarm, optimizer.rounds, PEERS)
     rounds_done = 0
     while not rounds_done:
         rounds_done += loop.step_together(optimizer).round_ended
@@ -350,9 +350,9 @@ def _stress(swarm: "cs.Swarm", steps: int) -> dict[str, Any]:
     gradients = [values.to(device()) for values in wanted]
     parameters = [nn.Parameter(torch.zeros(size, device=device())) for size in sizes]
     bare = torch.optim.SGD(parameters, lr=STRESS_LR)
-    settings: dict[str, Any] = {"overlap": True, "matchmaking_timeout_s": 30.0, "name": "stress"}
+    settings: dict[str, Any] = {"overlap": True, "name": "stress"}
     optimizer = swarm.optimizer(bare, target_batch_size=PEERS * MICRO_BATCHES, **settings)
-    wait_trainers(swarm, optimizer.collaboration, PEERS)
+    wait_trainers(swarm, optimizer.rounds, PEERS)
     while optimizer.global_step < steps:
         loss = torch.zeros((), device=device())
         for parameter, gradient in zip(parameters, gradients, strict=True):

@@ -59,7 +59,7 @@ def rounds(address: str, count: int) -> tuple[list[float], float]:
             if (result := optimizer.step(samples=1)) is not None and len(result.contributors) == PEERS:
                 begun[optimizer.global_step].append(began)
                 ended[optimizer.global_step].append(time.monotonic())
-        part = optimizer.collaboration.rounds
+        part = optimizer.rounds
         assert isinstance(part, BucketRounds)
         requests.append(part._journal.bucket.requests / count)
 

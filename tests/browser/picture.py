@@ -17,7 +17,7 @@ KEY = "panel"
 TRAINED = """import torch
 from sklearn.datasets import load_digits
 import colab_swarm as cs
-from colab_swarm.averaging.member import Chunk
+from colab_swarm.averaging.messages import Chunk
 from colab_swarm.notebook.panel import Panel
 x, y = (torch.tensor(part) for part in load_digits(return_X_y=True))
 def train(swarm):

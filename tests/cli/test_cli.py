@@ -118,6 +118,8 @@ def test_the_status_of_a_run_has_its_peers_and_their_progress(capsys: pytest.Cap
         while optimizer.global_step < 2:
             loss_of(net, optimizer.global_step).backward()
             optimizer.step(samples=4, loss=0.25)
+        # Else the record would be written within two seconds.
+        swarm.runtime.call(optimizer.rounds._publish(ttl_s=60.0))
         main(["status", invitation])
         shown = capsys.readouterr().out.splitlines()
         assert shown[0].startswith("cli-status: step 2   loss 0.250   ") and shown[0].endswith("from alice")

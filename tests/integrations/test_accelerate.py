@@ -57,7 +57,7 @@ def test_accumulated_micro_batches_are_one_step() -> None:
                 accelerator.backward(loss_of(model, batch))
                 wrapped.step()
                 wrapped.zero_grad()
-        return optimizer.global_step, optimizer.collaboration.progress.known.own.samples
+        return optimizer.global_step, optimizer.rounds.share.counted
 
     assert alone(train) == (0, 12.0)
 
@@ -107,7 +107,7 @@ def test_accumulated_batches_of_the_swarm_count_together(accumulated: int) -> No
                 accelerator.backward(model(batch).square().mean())
                 wrapped.step()
                 wrapped.zero_grad()
-            counted.append(optimizer.collaboration.progress.known.own.samples)
+            counted.append(optimizer.rounds.share.counted)
         return counted
 
     assert alone(train) == [4.0 * (count // accumulated * accumulated) for count in range(1, 7)]

@@ -34,18 +34,14 @@ def train(
     swarm: Swarm, change: "Change | None" = None, *, rounds: int = ROUNDS, leave_s: float = 0.0, **more: Any
 ) -> Trained:
     optimizer, told = join_training(swarm, net := model(), **SETTINGS | more), Trained()
-    bucket = optimizer.collaboration.rounds._journal.bucket  # type: ignore[attr-defined]
+    bucket = optimizer.rounds._journal.bucket  # type: ignore[attr-defined]
     before = bucket.requests
     if change is not None:
         create = bucket.create
 
         async def changed(path: str, data: bytes) -> bool:
             own = path.endswith(swarm.id.hex())
-            return (
-                await change(optimizer.collaboration.rounds, create, path, data)
-                if own
-                else await create(path, data)
-            )
+            return await change(optimizer.rounds, create, path, data) if own else await create(path, data)
 
         bucket.create = changed
     while optimizer.global_step < rounds:

@@ -14,13 +14,13 @@ import torch
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 import colab_swarm as cs
+from colab_swarm.averaging.grants import Batch
 from colab_swarm.errors import BucketError
 from colab_swarm.events import BatchDropped, Notice, StateReceived
 from colab_swarm.mailbox.rounds import LEFT, Farewell, RoundChain, StateHead, unseal
 from colab_swarm.mailbox.view import LEAST_PAUSE_S
 from colab_swarm.net.peers import PeerId
 from colab_swarm.swarm.swarm import Swarm
-from colab_swarm.training.collaboration import Due
 from tests.mailbox.run import SETTINGS, Create, Trained, agree, count, fail, faults, manifests, train
 from tests.training.toy import ROWS, join_training, loss_of, model, take, wait_for_peers
 
@@ -57,7 +57,7 @@ def test_keys_that_cannot_delete_are_enough_for_all_members_but_one() -> None:
     def life(swarm: Swarm) -> bytes:
         optimizer = join_training(swarm, net := model(), **SETTINGS)
         if swarm.name != "alice":
-            optimizer.collaboration.rounds._journal.bucket.delete = refuse  # type: ignore[attr-defined]
+            optimizer.rounds._journal.bucket.delete = refuse  # type: ignore[attr-defined]
         while optimizer.global_step < 52:
             take(optimizer, net, optimizer.global_step, slice(0, 4))
         return optimizer.lineage
@@ -103,7 +103,7 @@ def test_no_round_waits_for_a_member_that_has_said_farewell(forged: bool) -> Non
                 """Bob's farewell in alice's name, in each round."""
                 folder, _, name = path.rpartition("/")
                 if name == bob.id.hex():
-                    part: Any = bob.optimizers["model"].collaboration.rounds
+                    part: Any = bob.optimizers["model"].rounds
                     journal, chain = part._journal, part._follower.chain
                     await write(
                         f"{folder}/{sim.swarms['alice'].id.hex()}{LEFT}",
@@ -255,17 +255,22 @@ def test_wait_step_ends_in_time_though_the_bucket_is_away(overlap: bool) -> None
 
 def follow_a_plan(swarm: Swarm, **settings: Any) -> torch.Tensor:
     """Four rounds of three local steps each, of one batch."""
-    optimizer = join_training(
-        swarm, net := model(), target_batch_size=40, local_steps=3, matchmaking_timeout_s=20.0, **settings
-    )
-    part, rows = optimizer.collaboration, ROWS[swarm.name]
+    optimizer = join_training(swarm, net := model(), target_batch_size=40, local_steps=3, **settings)
+    rounds, rows = optimizer.rounds, ROWS[swarm.name]
+    samples = rows.stop - rows.start
+    count = rounds.count
+
+    def counted(samples: float, now: float) -> None:
+        count(samples, now)
+        rounds.share.granted = 3 * samples
+
+    rounds.count = counted  # type: ignore[method-assign]
     swarm.runtime.call(asyncio.sleep(30.0))
     if not swarm.services.mailbox:
         wait_for_peers(swarm, optimizer, 2)
     for batch in range(12):
         loss_of(net, batch, rows).backward()
-        part._take_due = lambda batch=batch: Due.ROUND if batch % 3 == 2 else Due.LOCAL_STEP  # type: ignore[misc]
-        optimizer.step(samples=rows.stop - rows.start)
+        optimizer.step(samples=samples)
         if batch % 3 == 2:
             optimizer._trainer.land(wait=True)
     assert optimizer.global_step == 4
@@ -282,7 +287,13 @@ def test_training_equals_that_over_links(
     def both(chain: RoundChain, present: set[PeerId], *_: Any) -> float:
         return chain.closed_at if len(present) == 2 else math.inf
 
+    def full(batch: Batch) -> bool:
+        return sum(one.ready for one in batch.participants.values()) == 2
+
     monkeypatch.setattr(RoundChain, "due_at", both)
+    monkeypatch.setattr(Batch, "full", property(full))
+    monkeypatch.setattr(Batch, "next_grants", lambda *_: {})
+    monkeypatch.setattr(Batch, "next_shares", lambda batch, _: dict.fromkeys(batch.participants, 1.0))
     settings = {"compression": compression, "overlap": overlap, "mean_compression": "float32"}
     found = []
     for mailbox in (False, True):

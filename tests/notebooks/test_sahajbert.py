@@ -11,7 +11,7 @@ from tests.recipes.test_downstream import soham, wikiann
 from tests.recipes.test_tokenizer import BENGALI
 
 FEWER_SAMPLES = """import dataclasses
-settings = dataclasses.replace(settings, target_batch_size=8, matchmaking_timeout_s=1.0)"""
+settings = dataclasses.replace(settings, target_batch_size=8)"""
 TRACKER = """
 def init(project):
     print("tracking", project)

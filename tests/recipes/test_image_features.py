@@ -59,9 +59,7 @@ def test_peers_stay_equal_although_images_and_statistics_differ() -> None:
         model = models[swarm.name]
         _, batches = swav(images=PICTURES, swarm=swarm, batch_size=8)
         inner, scheduler = image_features.swav_optimizer(model)
-        optimizer = swarm.optimizer(
-            inner, scheduler=scheduler, target_batch_size=16, matchmaking_timeout_s=20.0
-        )
+        optimizer = swarm.optimizer(inner, scheduler=scheduler, target_batch_size=16)
         while optimizer.global_step < 4:
             model(**next(batches), step=optimizer.global_step).loss.backward()
             optimizer.step(samples=8)

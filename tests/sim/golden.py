@@ -17,6 +17,7 @@ import colab_swarm as cs
 from colab_swarm.events import Event
 from colab_swarm.swarm.simulation import Simulation
 from colab_swarm.swarm.swarm import Swarm
+from tests.sim.histories import State
 from tests.sim.storm import Storm, endure, storm_of
 from tests.training.toy import join_training, loss_of, model
 
@@ -41,7 +42,7 @@ RUNS = (*(f"storm {number}" for number in STORMS), *WAYS, *IN_A_BUCKET)
 Logs = dict[str, list[str]]
 
 
-def text_of(event: Event) -> str:
+def text_of(event: Event | State) -> str:
     """Return the event with its fields, arrays as digests."""
     values = []
     for field in fields(event):
@@ -54,7 +55,7 @@ def text_of(event: Event) -> str:
 
 def logs_of_storm(storm: Storm) -> Logs:
     return {
-        f"{number} {history.peer[:8]}": [text_of(event) for event in history.events]
+        f"{number} {history.peer[:8]}": [text_of(event) for event in (*history.rounds, *history.states)]
         for number, history in enumerate(endure(storm))
     }
 
@@ -64,7 +65,6 @@ def logs_of_training(options: dict[str, Any], script: Callable[[Simulation], Non
 
     def work(swarm: Swarm) -> None:
         log = logs.setdefault(f"{len(logs)} {swarm.name}", [])
-        swarm.events.detailed = True
         swarm.events.listen(lambda event: log.append(text_of(event)))
         net = model()
         optimizer = join_training(swarm, net, target_batch_size=PEERS * SAMPLES, **options)

@@ -4,52 +4,98 @@ As in Jepsen, faults happen, each process records its history, and `check` finds
 
 | rule | what holds |
 |---|---|
-| sum | an applied mean is that of the contributions that its result acknowledges, each exactly once |
-| once | no sample is acknowledged in two steps |
-| state | equal lineages mean equal steps, equal last means and bit-equal states |
-| lost | while nothing disturbs the peers, each step that one of them takes stays in the swarm's history |
+| sum | a step is that of the mean of its round's contributors, each by its samples |
+| once | no sample is in the means of two rounds |
+| state | equal lineages mean equal steps and bit-equal parameters |
+| fork | while nothing disturbs the peers, all that take a step have the same lineage after it |
 | progress | a peer that is alive and connected takes the swarm's steps |
 
-A result acknowledges a contribution where its ``gaps`` do not list it. Sums are compared at sampled values, in rounds
-whose contributors all have a history, with float32 on the wire and ``local_steps=1``. A contribution far larger
-than the others may count for less: reducers scale it down.
+All peers train a `Ledger`: its row i has the gradient 1 at peer i and 0 at the others, so the parameters tell whose
+contributions are in each step. Sums are checked in rounds that lost nothing.
 """
 
-import statistics
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, pairwise
-from typing import TypeVar
 
 import numpy as np
+import torch
 
-from colab_swarm.events import Applied, Contributed, Event, Loaded, stride
+from colab_swarm.events import Event, RoundFinished, StateReceived, StepFinished
+from colab_swarm.swarm.swarm import Swarm
+from colab_swarm.tensors.codecs import Floats
+from colab_swarm.training.optimizer import SwarmOptimizer
 
-E = TypeVar("E", bound=Event)
-RTOL = 1e-5  # of a mean in float32
-SCALABLE = 3.0  # times the median size: a larger contribution may be scaled down
+MOMENTUM = 0.5
+WIDTH = 16  # values of a peer's row
+TOLERANCE = 1e-4
+
+
+class Ledger(torch.nn.Module):
+    """A row of values for each peer."""
+
+    def __init__(self, peers: int) -> None:
+        super().__init__()
+        self.rows = torch.nn.Parameter(torch.zeros(peers, WIDTH))
+
+    def optimizer(self) -> torch.optim.Optimizer:
+        """Its state is the mean of the steps so far: one that is not loaded with the parameters shows, too."""
+        return torch.optim.SGD(self.parameters(), lr=1.0, momentum=MOMENTUM)
+
+
+@dataclass(frozen=True)
+class State:
+    """What a process held at ``at``; ``values``: of the ledger. ``round``: that led there, if it took part in one."""
+
+    at: float
+    step: int
+    lineage: str
+    values: Floats
+    round: RoundFinished | None = None
 
 
 @dataclass
 class History:
-    """The events of one process of ``peer`` (hex id), in order, recorded with `EventLog.detailed`.
+    """What one process of ``peer`` (hex id) held and averaged, in order.
 
-    It is ``steady`` while alive, connected and undisturbed, from and to a time of its events' clock. Unless it is
-    ``honest`` only its contributions count: it need not keep the rules.
+    ``computed``: its samples. ``left``: of its own accord. ``loads``: its next state is one of others. It is
+    ``steady`` while alive, connected and undisturbed,
+    from and to a time.
     """
 
     peer: str
-    events: list[Event] = field(default_factory=list)
+    row: int
+    states: list[State] = field(default_factory=list)
+    rounds: list[RoundFinished] = field(default_factory=list)
+    computed: float = 0.0
+    left: bool = False
+    loads: bool = False
     steady: tuple[float, float] | None = None
-    honest: bool = True
 
-    def of(self, kind: type[E]) -> list[E]:
-        return [event for event in self.events if isinstance(event, kind)]
+    def record(self, swarm: Swarm, optimizer: SwarmOptimizer, ledger: Ledger) -> None:
+        """Record from now on what is heard; the trainer calls `look`, too, as some steps are taken unheard."""
 
-    def states(self) -> list[Applied | Loaded]:
-        """Return the events after which it held another state."""
-        return [event for event in self.events if isinstance(event, Applied | Loaded)]
+        def on_event(event: Event) -> None:
+            if isinstance(event, RoundFinished):
+                self.rounds.append(event)
+            elif isinstance(event, StateReceived):
+                self.loads = True
+            elif isinstance(event, StepFinished):
+                self.look(swarm, optimizer, ledger)
+
+        swarm.events.listen(on_event)
+
+    def look(self, swarm: Swarm, optimizer: SwarmOptimizer, ledger: Ledger) -> None:
+        step = optimizer.global_step
+        lineage = optimizer.lineage.hex()
+        if self.states and (self.states[-1].step, self.states[-1].lineage) == (step, lineage):
+            return
+        averaged = [one for one in self.rounds if one.step == step - 1]
+        last = averaged[-1] if averaged and not self.loads else None
+        self.loads = False
+        values = ledger.rows.detach().numpy().copy()
+        self.states.append(State(swarm.runtime.time(), step, lineage, values, last))
 
 
 @dataclass(frozen=True)
@@ -67,92 +113,90 @@ def check(histories: Sequence[History], *, patience_s: float = 30.0) -> list[Vio
 
     ``patience_s``: longest time between two steps of a steady peer, and from a fault until steps last.
     """
-    given = {(one.round, history.peer): one for history in histories for one in history.of(Contributed)}
-    honest = [history for history in histories if history.honest]
-    found = _bad_sums(honest, given), _counted_twice(honest), _unequal_states(honest)
-    return [*chain(*found, _standstills(honest, patience_s))]
+    found = _bad_sums(histories), _counted_twice(histories), _unequal_states(histories)
+    return [*chain(*found, _forks(histories, patience_s), _standstills(histories, patience_s))]
 
 
-def _bad_sums(honest: Sequence[History], given: Mapping[tuple[str, str], Contributed]) -> Iterator[Violation]:
-    for history in honest:
-        for applied in history.of(Applied):
-            parts = {peer: given.get((applied.round, peer)) for peer in applied.weights}
-            known = {peer: one for peer, one in parts.items() if one is not None}
-            if 0 < len(known) == len(parts) and not _is_mean(applied, known):
-                text = f"its mean is not that of the contributions of {len(parts)} peers"
-                yield Violation("sum", history.peer, applied.step, text)
+def _lost_nothing(averaged: RoundFinished) -> bool:
+    missing = [one for one in averaged.members if one.samples and one.peer not in averaged.contributors]
+    return not (missing or averaged.spans_lost or averaged.kept_local)
 
 
-def _is_mean(applied: Applied, given: Mapping[str, Contributed]) -> bool:
-    """Axes: M the round's contributors, N the sampled values."""
-    values_MN = np.array([np.frombuffer(one.values, np.float32) for one in given.values()], np.float64)
-    told_M = [min(applied.weights[peer], one.weight) for peer, one in given.items()]
-    weights_MN = np.repeat(np.array(told_M)[:, None], values_MN.shape[1], axis=1)
-    for start, stop, lacking in applied.gaps:
-        cut = slice(*(-(-end // stride(applied.numel)) for end in (start, stop)))
-        weights_MN[[peer in lacking for peer in given], cut] = 0.0
-    parts_MN = np.where(weights_MN, values_MN, 0.0) * weights_MN  # one that is left out may be infinite
-    sum_N = np.frombuffer(applied.mean, np.float32) * weights_MN.sum(axis=0)  # 0: there is no mean
-    rms_M = np.sqrt((values_MN**2).mean(axis=1))
-    scaled_M1 = (rms_M > SCALABLE * statistics.median_low(rms_M))[:, None]
-    least_N, most_N = (
-        np.where(scaled_M1, bound(parts_MN, 0.0), parts_MN).sum(axis=0) for bound in (np.minimum, np.maximum)
-    )
-    error_N = RTOL * np.abs(parts_MN).sum(axis=0)
-    return bool(((least_N - error_N <= sum_N) & (sum_N <= most_N + error_N)).all())
+def _bad_sums(histories: Sequence[History]) -> Iterator[Violation]:
+    rows = {history.peer: history.row for history in histories}
+    for history in histories:
+        for first, second, third in zip(history.states, history.states[1:], history.states[2:], strict=False):
+            averaged = third.round
+            in_order = (second.step, third.step) == (first.step + 1, first.step + 2)
+            if not in_order or second.round is None or averaged is None:
+                continue
+            if not _lost_nothing(averaged) or not averaged.samples:
+                continue
+            mean = (second.values - third.values) - MOMENTUM * (first.values - second.values)
+            expected = np.zeros_like(mean)
+            for member in averaged.members:
+                expected[rows[member.peer]] = member.samples / averaged.samples
+            if not np.allclose(mean, expected, atol=TOLERANCE):
+                text = f"its step is {mean[:, 0].round(3)} where {expected[:, 0].round(3)} were averaged"
+                yield Violation("sum", history.peer, third.step, text)
 
 
-def acknowledges(applied: Applied, peer: str) -> bool:
-    """Return True if the peer's contribution is in a part of the mean at least."""
-    return sum(stop - start for start, stop, lacking in applied.gaps if peer in lacking) < applied.numel
+def _counted_twice(histories: Sequence[History]) -> Iterator[Violation]:
+    """Compare what each peer computed with its samples in all rounds of which any member knows."""
+    counted: dict[object, dict[str, float]] = defaultdict(dict)
+    last: dict[str, int] = {}
+    for history in histories:
+        for averaged in history.rounds:
+            key = averaged.step, tuple((member.peer, member.samples) for member in averaged.members)
+            for member in averaged.members:
+                if member.peer in averaged.contributors:
+                    counted[key][member.peer] = member.samples
+                    last[member.peer] = max(averaged.step, last.get(member.peer, 0))
+    for peer in sorted({history.peer for history in histories}):
+        computed = sum(history.computed for history in histories if history.peer == peer)
+        spent = sum(samples.get(peer, 0.0) for samples in counted.values())
+        if spent > 1.000001 * computed:
+            yield Violation("once", peer, last[peer], f"{spent:g} of its {computed:g} samples count")
 
 
-def _counted_twice(honest: Sequence[History]) -> Iterator[Violation]:
-    results = [applied for history in honest for applied in history.of(Applied)]
-    counted = {(one.round, peer) for one in results for peer in one.weights if acknowledges(one, peer)}
-    for history in honest:
-        spent = 0.0
-        for one in history.of(Contributed):
-            if spent + one.samples > 1.000001 * one.computed:
-                text = f"it contributed {one.samples:g} samples when {one.computed - spent:g} were left"
-                yield Violation("once", history.peer, one.step, text)
-            spent += one.samples * ((one.round, history.peer) in counted)
+def _unequal_states(histories: Sequence[History]) -> Iterator[Violation]:
+    known: dict[str, tuple[int, bytes]] = {}
+    for history in histories:
+        for state in history.states:
+            held = state.step, state.values.tobytes()
+            if known.setdefault(state.lineage, held) != held:
+                text = f"another peer had lineage {state.lineage:.8} with another step or other parameters"
+                yield Violation("state", history.peer, state.step, text)
 
 
-def _unequal_states(honest: Sequence[History]) -> Iterator[Violation]:
-    known: dict[tuple[str, str], object] = {}  # by lineage and what
-    for history in honest:
-        for event in history.states():
-            last = (event.before, event.mean) if isinstance(event, Applied) else None
-            for what, value in {"step": event.step, "state": event.state, "last mean": last}.items():
-                if value and known.setdefault((event.lineage, what), value) != value:
-                    text = f"another peer had lineage {event.lineage:.8} with another {what}"
-                    yield Violation("state", history.peer, event.step, text)
+def _steady(histories: Iterable[History], after_s: float) -> Iterator[tuple[History, State]]:
+    """Yield the states that steady peers held so long after the last fault."""
+    for history in histories:
+        begin, end = history.steady or (0.0, -1.0)
+        for state in history.states:
+            if begin + after_s <= state.at <= end:
+                yield history, state
 
 
-def _swarm_history(honest: Sequence[History]) -> set[str]:
-    """Return the lineages up to the highest step of the steady peers; of equal steps, that of most."""
-    parents = {one.lineage: one.before for history in honest for one in history.of(Applied)}
-    held = Counter((event.step, event.lineage) for one in honest if one.steady for event in one.states())
-    _, lineage = max(held, key=lambda state: (state[0], held[state]), default=(0, ""))
-    lineages = {lineage}
-    while (lineage := parents.get(lineage, "")) and lineage not in lineages:
-        lineages.add(lineage)
-    return lineages
+def _forks(histories: Sequence[History], patience_s: float) -> Iterator[Violation]:
+    lineages: dict[int, str] = {}
+    for history, state in _steady(histories, patience_s):
+        if lineages.setdefault(state.step, state.lineage) != state.lineage:
+            yield Violation(
+                "fork", history.peer, state.step, "another steady peer took this step another way"
+            )
 
 
-def _standstills(honest: Sequence[History], patience_s: float) -> Iterator[Violation]:
-    lineages = _swarm_history(honest)
-    for history in honest:
-        begin, end = history.steady or (0.0, 0.0)
+def _standstills(histories: Sequence[History], patience_s: float) -> Iterator[Violation]:
+    for history in histories:
+        if history.steady is None:
+            continue
+        begin, end = history.steady
         first: dict[int, float] = {}  # when it reached each step
-        for event in history.states():
-            if event.lineage in lineages:
-                first.setdefault(event.step, event.at)
-            elif isinstance(event, Applied) and begin + patience_s <= event.at <= end:
-                yield Violation("lost", history.peer, event.step, "the swarm did not follow this step")
-        times = pairwise([begin, *(at for at in first.values() if begin < at < end), end])
-        longest_s, since = max((later - one, one) for one, later in times)
+        for state in history.states:
+            first.setdefault(state.step, state.at)
+        times = pairwise([begin, *sorted(at for at in first.values() if begin < at < end), end])
+        longest_s, since = max((later - earlier, earlier) for earlier, later in times)
         if longest_s > patience_s:
-            text = f"no step of the swarm for {longest_s:.0f} s from {since:.0f} s on"
+            text = f"no new step for {longest_s:.0f} s from {since:.0f} s on"
             yield Violation("progress", history.peer, max(first, default=-1), text)

@@ -199,7 +199,7 @@ def test_an_empty_batch_is_passed_over_and_a_smaller_one_counts_as_it_is() -> No
             seen += 1
             if seen == 2:
                 break
-        return seen, optimizer.collaboration.progress.known.own.samples
+        return seen, optimizer.rounds.share.counted
 
     assert toy.alone(train) == (2, 5.0)
 
@@ -254,7 +254,7 @@ def test_a_batch_that_nobody_can_count_is_counted_by_its_user(
         batch = next(swarm.batches([images(8)], optimizer, max_steps=1))
         net(torch.stack(batch).flatten(1)).square().mean().backward()
         optimizer.step(samples=said)
-        return optimizer.collaboration.progress.known.own.samples
+        return optimizer.rounds.share.counted
 
     assert toy.alone(train) == counted
 
@@ -286,7 +286,7 @@ def test_a_detection_loader_counts_its_images() -> None:
         for rows, _ in swarm.batches(data, optimizer, max_steps=1):
             net(torch.stack(rows).flatten(1)).square().mean().backward()
             optimizer.step()
-            counted.append(optimizer.collaboration.progress.known.own.samples)
+            counted.append(optimizer.rounds.share.counted)
             if len(counted) == 3:
                 break
         return counted
@@ -506,7 +506,7 @@ def samples_counted(sizes: list[int], use: Any) -> float:
         for function in use:
             function(net, optimizer, next(batches))
         optimizer.step()
-        return optimizer.collaboration.progress.known.own.samples
+        return optimizer.rounds.share.counted
 
     return toy.alone(train)  # type: ignore[no-any-return]
 
@@ -545,7 +545,7 @@ def test_batch_size_says_what_a_batch_counts(sizes: list[int], batch_size: int, 
         for _ in sizes:
             net(next(batches)).square().mean().backward()
         optimizer.step()
-        return optimizer.collaboration.progress.known.own.samples
+        return optimizer.rounds.share.counted
 
     assert toy.alone(train) == counted
 

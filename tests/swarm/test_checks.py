@@ -17,8 +17,7 @@ from colab_swarm.swarm import calibration
 from colab_swarm.swarm import doctor as checks
 from colab_swarm.swarm.calibration import Subject
 from colab_swarm.swarm.doctor import GREEN, RED, WIDTH, YELLOW, Check, Diagnosis, Light
-from colab_swarm.training.collaboration import Due
-from colab_swarm.training.settings import TrainingSettings
+from colab_swarm.training.settings import Due, TrainingSettings
 from colab_swarm.training.timing import Turn
 from tests.notebook.test_views import parsed, tags
 

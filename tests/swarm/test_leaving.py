@@ -66,7 +66,7 @@ def test_a_paused_cell_ends_when_its_peer_leaves() -> None:
 
 
 def test_a_cell_that_waits_for_the_others_ends_with_the_session(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trainer_module, "LOOK_S", 0.1)
+    monkeypatch.setattr(trainer_module, "_LOOK_S", 0.1)
     with cs.create("test-run") as alice:
         optimizer = join_training(alice, model())
         leave_in(alice, 2.0)

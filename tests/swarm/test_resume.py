@@ -29,7 +29,7 @@ from colab_swarm.swarm.joining import resume
 from colab_swarm.swarm.saved import read_saved
 from colab_swarm.swarm.swarm import Swarm
 from tests.swarm import leave_in, network_of, wait
-from tests.training.toy import BATCH, join_training, loss_of, model, parameters_of
+from tests.training.toy import BATCH, join_training, loss_of, model, parameters_of, wait_for_peers
 
 
 @pytest.fixture
@@ -202,6 +202,7 @@ def test_progress_saved_here_is_restored_in_a_swarm_that_lost_it(alice: Swarm, t
     with resume(tmp_path / "alice") as again, cs.join(again.invite(), peer_name="bob") as bob:
         fresh = join_training(bob, theirs := model(seed=3))
         assert fresh.global_step == 0 and join_training(again, model()).global_step == 6
+        wait_for_peers(bob, fresh, 2)
         while fresh.global_step < 6:
             loss_of(theirs, 0, slice(0, 1)).backward()
             fresh.step(samples=0.1)

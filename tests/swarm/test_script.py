@@ -14,11 +14,12 @@ from colab_swarm.net.peers import PeerId
 from colab_swarm.notebook.explanation import shorten_interrupts
 from colab_swarm.swarm.script import Attendance, ScriptLines
 from colab_swarm.swarm.swarm import Swarm
+from colab_swarm.training.records import ProgressRecord
 from tests.training import toy
-from tests.training.test_progress import record
 
 BOB, CAROL = (PeerId(bytes([n]) * 32) for n in (11, 12))
 BOB_ONLY = {BOB: "bob"}
+RECORD = ProgressRecord(0, b"", 0.0, 1.0, syncing=False, reduces=True, name="x")
 
 
 @pytest.mark.parametrize(
@@ -48,10 +49,8 @@ def test_a_look_tells_who_joined_left_and_came_back(
 
 
 def lines_of(*events: Event, there: dict[PeerId, Any] | None = None) -> ScriptLines:
-    known = SimpleNamespace(me=CAROL, there={CAROL: record(0), **(there or {})})
-    optimizer: Any = SimpleNamespace(
-        global_step=0, collaboration=SimpleNamespace(progress=SimpleNamespace(known=known))
-    )
+    view = SimpleNamespace(me=CAROL, there={CAROL: RECORD, **(there or {})})
+    optimizer: Any = SimpleNamespace(global_step=0, rounds=SimpleNamespace(view=view))
     overview: Any = SimpleNamespace(names=lambda: {BOB.hex()[:8]: "bob"}, unsaid=deque(events))
     return ScriptLines(optimizer, overview, name="carol", every=1)
 
@@ -59,8 +58,8 @@ def lines_of(*events: Event, there: dict[PeerId, Any] | None = None) -> ScriptLi
 @pytest.mark.parametrize(
     ("event", "line"),
     [
-        (Waited(0.0, BOB.hex(), "to organize a round", 4.4), "waited 4.4 s for bob: to organize a round"),
-        (Waited(0.0, BOB.hex(), "to organize a round", 0.4), ""),
+        (Waited(0.0, BOB.hex(), "its part of a round", 4.4), "waited 4.4 s for bob: its part of a round"),
+        (Waited(0.0, BOB.hex(), "its part of a round", 0.4), ""),
         (Notice(0.0, "adopted from the others: local_steps=30"), "adopted from the others: local_steps=30"),
         (Notice(0.0, "the first step waits until 2 peers train", logged=True), ""),
         (PeerJoined(0.0, BOB.hex()), ""),
@@ -75,7 +74,7 @@ def test_an_event_gets_its_line_once(event: Event, line: str, capsys: pytest.Cap
 
 
 def test_the_own_peer_does_not_join(capsys: pytest.CaptureFixture[str]) -> None:
-    lines_of(there={BOB: record(0)}).tick()
+    lines_of(there={BOB: RECORD}).tick()
     assert capsys.readouterr().out == "x joined\n"
 
 

@@ -48,7 +48,7 @@ def test_training_continues_when_the_tunnels_agent_is_killed_three_times(
 
     def train(swarm: Swarm) -> None:
         net = model()
-        optimizer = join_training(swarm, net, matchmaking_timeout_s=1.0)
+        optimizer = join_training(swarm, net)
         wait_for_peers(swarm, optimizer, 2)
         while not stop.wait(BATCH_S):
             loss_of(net, optimizer.global_step).backward()

@@ -42,7 +42,7 @@ def backward(net: Net, step: int, rows: slice) -> dict[str, float]:
 
 def train(swarm: Swarm | None, net: Net, folder: Path) -> None:
     """Each rank takes its own rows of the batch; a peer outside takes the rest."""
-    optimizer = begin(swarm, net, matchmaking_timeout_s=20.0)
+    optimizer = begin(swarm, net)
     if swarm is not None:
         assert optimizer.lead is not None
         wait_for_peers(swarm, optimizer.lead, 2)
@@ -147,7 +147,7 @@ def overflow(swarm: Swarm | None, net: Net, folder: Path) -> None:
             scaler.step(optimizer, **report)
         scaler.update()
         scales.append(scaler.get_scale())
-    seen = None if optimizer.lead is None else optimizer.lead.collaboration.progress.known.own.loss
+    seen = None if optimizer.lead is None else optimizer.lead.rounds.view.own.loss
     torch.save({"scales": scales, "step": optimizer.global_step, "loss": seen}, folder / f"seen {rank}")
 
 

@@ -9,17 +9,15 @@ from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, LRScheduler, StepLR
 
 import colab_swarm as cs
-from colab_swarm.dht.service import Found
 from colab_swarm.errors import MismatchError
-from colab_swarm.net.peers import PeerId, Role
+from colab_swarm.net.peers import PeerId
 from colab_swarm.swarm.swarm import Swarm
 from colab_swarm.training.agreement import agreement_of
-from colab_swarm.training.election import equal_rates
 from colab_swarm.training.optimizer import SwarmOptimizer
-from colab_swarm.training.progress import Progress
 from colab_swarm.training.records import MAX_PAIR_TEXT, ProgressRecord
 from colab_swarm.training.replica import Replica, UpdateRule
 from colab_swarm.training.settings import TrainingSettings
+from colab_swarm.training.view import SwarmView
 
 REFUSED_WITHIN_S = 5.0
 
@@ -163,19 +161,19 @@ def record(batch: str, **facts: object) -> ProgressRecord:
 
 
 def test_a_peer_that_has_averaged_with_others_is_told_nothing_by_strangers() -> None:
-    progress = Progress(ME, record("8"), round_samples=8.0)
-    progress.on_records({BOB: record("8"), CAROL: record("64")}, now=0.0)
-    assert progress.election.disagreement() == ""
-    progress.known.own = record("512", syncing=True)
-    assert progress.election.disagreement() == "target_batch_size: 8 there, 512 here"
-    progress.on_round({ME: 4.0, BOB: 4.0}, 1, b"new", now=1.0)
-    assert progress.election.disagreement() == ""
+    view = SwarmView(ME, record("8"), round_samples=8.0)
+    view.on_records({BOB: record("8"), CAROL: record("64")}, now=0.0)
+    assert view.disagreement() == ""
+    view.own = record("512", syncing=True)
+    assert view.disagreement() == "target_batch_size: 8 there, 512 here"
+    view.on_step({ME: 4.0, BOB: 4.0}, now=1.0, swarm_now=1.0)
+    assert view.disagreement() == ""
 
 
 def test_text_of_others_cannot_control_a_terminal() -> None:
-    progress = Progress(ME, record("8", syncing=True))
-    progress.on_records({BOB: record("\x1b[2J")}, now=0.0)
-    assert progress.election.disagreement() == "target_batch_size: ?[2J there, 8 here"
+    view = SwarmView(ME, record("8", syncing=True))
+    view.on_records({BOB: record("\x1b[2J")}, now=0.0)
+    assert view.disagreement() == "target_batch_size: ?[2J there, 8 here"
 
 
 def options_of(optimizer: torch.optim.Optimizer, scheduler: LRScheduler | None = None) -> str:
@@ -274,43 +272,3 @@ def test_a_schedule_of_another_length_is_refused_at_the_first_step_where_it_diff
         errors = simulation.run(work)
     assert errors["alice"] == errors["carol"] == ""
     assert "the swarm has the learning rate" in errors["bob"] and "scheduler=" in errors["bob"]
-
-
-RIGHT, WRONG = (0.1,), (0.2,)
-
-
-@pytest.mark.parametrize(
-    ("rates", "facts", "senior"),
-    [
-        ({ME: WRONG, BOB: RIGHT, CAROL: RIGHT}, {}, BOB),  # most
-        ({ME: RIGHT, BOB: RIGHT, CAROL: WRONG}, {}, ME),
-        ({ME: WRONG, BOB: RIGHT}, {ME: {"changed": True}}, BOB),  # of two, the one that changed yields
-        ({ME: RIGHT, BOB: WRONG}, {BOB: {"changed": True, "joined_at": -1.0}}, ME),
-        ({ME: WRONG, BOB: RIGHT}, {BOB: {"joined_at": -1.0}}, BOB),  # else the later one
-        ({ME: RIGHT, BOB: WRONG}, {}, ME),  # else by id: all agree on whom
-        ({ME: RIGHT}, {BOB: {}, CAROL: {}}, None),  # too few are known
-        (
-            {ME: RIGHT},
-            {BOB: {"paused": True}, CAROL: {"syncing": True}},
-            ME,
-        ),  # who does not train has no vote
-        ({ME: (0.1 * (1 + 1e-8),), BOB: RIGHT, CAROL: RIGHT}, {}, ME),  # equal but for rounding
-    ],
-)
-def test_a_peer_whose_view_most_votes_share_is_the_senior(
-    rates: dict[PeerId, tuple[float, ...]], facts: dict[PeerId, dict[str, Any]], senior: PeerId | None
-) -> None:
-    progress = Progress(ME, record("8", **facts.get(ME, {})), round_samples=8.0)
-    others = sorted({*rates, *facts} - {ME})
-    progress.on_records({peer: record("8", **facts.get(peer, {})) for peer in others}, now=0.0)
-    assert progress.election.senior(rates, equal_rates) == senior
-
-
-def test_the_view_of_the_authority_outvotes_all_others() -> None:
-    progress = Progress(ME, record("8"), round_samples=8.0)
-    progress.known.found = {
-        BOB: Found(None, 0.0, Role.WORKER, b"invitation"),
-        CAROL: Found(None, 0.0, Role.AUTHORITY, b"authority"),
-    }
-    progress.on_records({BOB: record("8"), CAROL: record("8", joined_at=9.0)}, now=0.0)
-    assert progress.election.senior({ME: WRONG, BOB: WRONG, CAROL: RIGHT}, equal_rates) == CAROL

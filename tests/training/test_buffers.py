@@ -37,8 +37,7 @@ def test_statistics_are_averaged_and_what_lies_beside_integers_and_flags_is_not(
     net = nn.Sequential(norm_of([0.0, 0.0]), Queue())
     net.register_buffer("ready", torch.tensor(False))
     buffers = Buffers(net)
-    averaged = dict(zip(buffers.names, buffers.averaged, strict=True))
-    assert averaged == {
+    assert buffers.averaged == {
         "ready": False,
         "0.running_mean": True,
         "0.running_var": True,

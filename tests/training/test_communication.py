@@ -75,7 +75,7 @@ def train(swarm: Swarm, options: dict[str, Any]) -> tuple[float, float]:
     net = torch.nn.Linear(NUMEL // 8, 8, bias=False)
     torch.nn.init.zeros_(net.weight)
     sgd = torch.optim.SGD(net.parameters(), lr=1e-6)
-    optimizer = swarm.optimizer(sgd, target_batch_size=PEERS * MICRO, matchmaking_timeout_s=20, **options)
+    optimizer = swarm.optimizer(sgd, target_batch_size=PEERS * MICRO, **options)
     wait_for_peers(swarm, optimizer, PEERS)
     noise = np.random.default_rng(swarm.id[0]).normal(size=NUMEL).astype(np.float32)
     stepped = list[float]()

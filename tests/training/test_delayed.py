@@ -1,14 +1,14 @@
 """Delayed parameter updates: rounds and updates run while the peers compute on, exactly one step late."""
 
-import asyncio
 from typing import Any
 
 import pytest
 import torch
 
 import colab_swarm as cs
-from colab_swarm.averaging.group import Group, RoundRefused
-from colab_swarm.averaging.matchmaking import Matchmaker
+from colab_swarm.averaging.group import RoundRefused
+from colab_swarm.averaging.result import GroupResult
+from colab_swarm.averaging.round import Averager
 from colab_swarm.events import RoundFinished
 from colab_swarm.swarm.swarm import Swarm
 from colab_swarm.training.layerwise import Lamb
@@ -36,15 +36,10 @@ def stale_reference(steps: int) -> torch.Tensor:
 
 def train_delayed(swarm: Swarm, steps: int) -> tuple[torch.Tensor, bytes]:
     """Each peer takes its own rows of each step's batch, once; the next batch is computed while a round runs."""
-    optimizer = toy.join_training(swarm, net := toy.model(), matchmaking_timeout_s=20.0, overlap=True)
+    optimizer = toy.join_training(swarm, net := toy.model(), overlap=True, min_peers=len(toy.ROWS))
     toy.wait_for_peers(swarm, optimizer, len(toy.ROWS))
-    rows = toy.ROWS[swarm.name]
     for step in range(steps):
-        toy.loss_of(net, step, rows).backward()
-        optimizer.step(samples=rows.stop - rows.start)
-        while optimizer._gathered.samples:  # until a round has begun with them
-            optimizer._trainer.land(wait=True)
-            optimizer._trainer.act(swarm.runtime.call(optimizer.collaboration.wait_due(float("inf"))))
+        toy.take(optimizer, net, step, toy.ROWS[swarm.name])
     optimizer.wait_step()
     return toy.parameters_of(net), optimizer.lineage
 
@@ -66,9 +61,6 @@ def test_a_delayed_step_that_fails_is_raised_and_its_samples_count_again(
         with pytest.raises(RuntimeError, match="no memory for the step"):
             optimizer.wait_step()
         assert optimizer.global_step == 0 and optimizer._gathered.samples == 10
-        swarm.runtime.call(
-            asyncio.sleep(1.0)
-        )  # a second round at the same moment would be the first one again
         optimizer.wait_step()
         assert optimizer.global_step == 1
         parameters = toy.parameters_of(net)
@@ -82,7 +74,7 @@ def test_a_delayed_step_that_fails_is_raised_and_its_samples_count_again(
 @pytest.mark.slow
 @pytest.mark.parametrize("network", ["lan", "home"])
 def test_four_peers_equal_a_one_step_stale_reference(network: str) -> None:
-    with cs.simulate(4, network=network, seed=1) as sim:
+    with cs.simulate(4, network=network, seed=1, samples_per_s=1e6) as sim:
         results = sim.run(lambda swarm: train_delayed(swarm, 20))
         assert len(sim.swarms["alice"].events.recent(RoundFinished)) == 20
     assert len(results) == 4 and len(toy.lineages(results)) == 1
@@ -101,23 +93,24 @@ def test_rounds_hide_behind_computing() -> None:
 
 
 def test_a_gradient_whose_round_was_refused_is_kept_for_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
-    refusals = iter([True])
+    refusals = [RoundRefused("unreachable", "scripted")]
 
-    async def refuse_once(*args: Any, **rest: Any) -> Group:
-        if next(refusals, False):
-            raise RoundRefused("unreachable", "scripted")
-        return await join(*args, **rest)
+    async def refuse_once(*args: Any, **rest: Any) -> GroupResult:
+        if refusals:
+            raise refusals.pop()
+        return await average(*args, **rest)
 
     def train(swarm: Swarm) -> tuple[torch.Tensor, int]:
         optimizer = toy.join_training(swarm, net := toy.model(), overlap=True)
         assert toy.take(optimizer, net, 0) is None  # the round began, and will be refused
+        assert optimizer.wait_step() is None
         assert optimizer.wait_step() is not None
         return toy.parameters_of(net), optimizer.global_step
 
-    join = Matchmaker.join
-    monkeypatch.setattr(Matchmaker, "join", refuse_once)
+    average = Averager.average
+    monkeypatch.setattr(Averager, "average", refuse_once)
     parameters, steps = toy.alone(train)
-    assert next(refusals, None) is None and steps == 1
+    assert not refusals and steps == 1
     torch.testing.assert_close(parameters, stale_reference(1))
 
 

@@ -243,7 +243,7 @@ def test_a_sum_on_a_device_is_taken_back_if_no_round_took_it(
     def train(swarm: Swarm) -> torch.Tensor:
         net = toy.model()
         optimizer = toy.join_training(swarm, net, **settings)
-        rounds = optimizer.collaboration.rounds
+        rounds = optimizer.rounds
         contribute = rounds.contribute
 
         async def contribute_twice(contribution: RoundInput) -> AsyncGenerator[RoundOutcome, None]:
@@ -548,7 +548,7 @@ def test_a_gradient_that_is_not_finite_is_told_of_one_call_later() -> None:
             if index == 1:
                 next(net.parameters()).grad.fill_(torch.inf)
             optimizer.step(samples=10)
-            counts.append(optimizer.collaboration.progress.known.own.samples)
+            counts.append(optimizer.rounds.share.counted)
             dropped.append(len(swarm.events.recent(BatchDropped)))
         return counts
 

@@ -14,7 +14,7 @@ from colab_swarm.training.optimizer import SwarmOptimizer
 from colab_swarm.training.replica import Replica, UpdateRule
 from colab_swarm.training.settings import RoundInput, TrainingSettings
 from colab_swarm.training.state import load_checkpoint, save_checkpoint
-from tests.training.toy import alone, join_training, model, take
+from tests.training.toy import ROWS, alone, join_training, model, take
 
 
 def gathered() -> tuple[torch.nn.Linear, Gradients]:
@@ -77,10 +77,12 @@ def test_a_checkpoint_holds_the_error_feedback(codec: str, delayed: bool, tmp_pa
 
     def feedback_of(swarm: Swarm) -> float:
         options = {"compression": codec, "error_feedback": True, "overlap": delayed}
+        options |= {"min_peers": 2, "target_batch_size": 3}
         optimizer = join_training(swarm, net := model(), **options)
-        while optimizer.global_step == 0:
-            take(optimizer, net, 0)
+        take(optimizer, net, 0, ROWS[swarm.name])
+        if delayed:
             optimizer.wait_step()
+        assert optimizer.global_step == 1
         residual = saved(swarm, optimizer)
         again = join_training(swarm, model(), name="again", **options)
         again.load(tmp_path / swarm.name)

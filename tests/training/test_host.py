@@ -30,13 +30,13 @@ def test_a_host_of_two_ranks_in_a_swarm_equals_one_process_with_the_joined_batch
     net = toy.model()
     with cs.create("host", peer_name="carol", options=cs.NetworkOptions(lan=False)) as carol:
         (tmp_path / "invite").write_text(carol.invite())
-        optimizer = toy.join_training(carol, net, matchmaking_timeout_s=20.0)
+        optimizer = toy.join_training(carol, net)
         for step in range(ALONE_STEPS):  # so that the host has something to catch up with
             toy.take(optimizer, net, step)
 
         def take_the_other_rows(alive: Alive) -> None:
-            while len(optimizer.collaboration.progress.known.all) < 2 and alive():
-                carol.runtime.call(optimizer.collaboration.rounds.refresh())
+            while len(optimizer.rounds.view.all) < 2 and alive():
+                carol.runtime.call(optimizer.rounds.refresh())
             if alive():
                 toy.train_rows(optimizer, net, slice(3, 10), STEPS)
 

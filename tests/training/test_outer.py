@@ -121,7 +121,7 @@ class Straight:
         return parameters_of(self.nets[name]).numpy().copy()
 
     def put(self, name: str, values: Floats) -> None:
-        torch.nn.utils.vector_to_parameters(torch.from_numpy(values), self.nets[name].parameters())
+        torch.nn.utils.vector_to_parameters(torch.from_numpy(values.copy()), self.nets[name].parameters())
 
     def work(self, name: str, acts: Iterator[str]) -> Iterator[str]:
         """Do what the peer did; yields "give" and "show", when all peers have to be there."""
@@ -190,7 +190,7 @@ class Straight:
         round), and with the other sign in the residual, so in the next mean.
         """
         allowed = EXACT + 2 * self.ties
-        assert np.mean(self.ties > 0) < 0.15, "too many values are at a tie: this compares little"
+        assert np.mean(self.ties > 0) < 0.2, "too many values are at a tie: this compares little"
         difference = np.abs(theta - self.theta)
         assert (difference <= allowed).all(), f"{difference.max()} at {difference.argmax()}"
         self.theta = theta
@@ -202,7 +202,6 @@ def train(swarm: Swarm, count: int, told: dict[str, Told], **settings: Any) -> t
         net := model(),
         target_batch_size=TARGET,
         local_steps=STEPS,
-        matchmaking_timeout_s=20,
         **settings,
     )
     wait_for_peers(swarm, optimizer, count)

@@ -12,10 +12,10 @@ from torch.optim.lr_scheduler import StepLR
 from colab_swarm.errors import StateError
 from colab_swarm.tensors import device
 from colab_swarm.tensors.chunks import Snapshot
-from colab_swarm.training.fit import check_options
 from colab_swarm.training.flat import SMALL_VALUES, FlatValues, clear_gradients, only_reads, set_gradients
 from colab_swarm.training.gradients import Gradients
 from colab_swarm.training.layerwise import Lamb, Lars
+from colab_swarm.training.names import check_options
 from colab_swarm.training.replica import Replica, UpdateRule
 from colab_swarm.training.state import snapshot_of, tensors_of
 from tests.training.toy import loss_of, mean_of, model, parameters_of

@@ -7,43 +7,8 @@ from collections.abc import Callable
 import pytest
 
 import colab_swarm as cs
-from colab_swarm.averaging.group import RoundTerms
-from colab_swarm.net.peers import PeerId
 from colab_swarm.swarm.swarm import Swarm
-from colab_swarm.training.collaboration import Collaboration
-from colab_swarm.training.link_rounds import LinkRounds
-from tests.training.toy import alone, join_training, model, take, wait_for_peers
-
-
-@pytest.mark.parametrize("applying", [False, True])
-def test_a_call_to_the_next_round_is_answered_while_the_last_mean_is_applied(applying: bool) -> None:
-    async def answered(mine: Collaboration) -> list[bool]:
-        rounds = mine.rounds
-        assert isinstance(rounds, LinkRounds)
-        rounds._meetings.in_a_round = applying
-        terms = [RoundTerms(mine.progress.prefix, step, b"new", 10) for step in range(3)]
-        return [rounds._meetings.on_called(one, mine.progress.known.me) is not None for one in terms]
-
-    def ask(swarm: Swarm) -> list[bool]:
-        return swarm.runtime.call(answered(join_training(swarm, model()).collaboration))
-
-    assert alone(ask) == [False, applying, False]
-
-
-@pytest.mark.parametrize("by_itself", [False, True])
-def test_a_peer_that_organizes_its_own_round_does_not_call_itself_to_it_again(by_itself: bool) -> None:
-    async def called(mine: Collaboration) -> bool:
-        own, me = mine.progress.known.own, mine.progress.known.me
-        terms = RoundTerms(mine.progress.prefix, own.step, own.lineage, 10)
-        assert isinstance(mine.rounds, LinkRounds)
-        assert mine.rounds._meetings.on_called(terms, me if by_itself else PeerId(b"another" * 4)) is not None
-        return mine.rounds._meetings.called is not None
-
-    def ask(swarm: Swarm) -> bool:
-        return swarm.runtime.call(called(join_training(swarm, model()).collaboration))
-
-    assert alone(ask) is not by_itself  # while it catches up, it would follow that round without a pause
-
+from tests.training.toy import join_training, model, take, wait_for_peers
 
 COMMON_STEPS, IDLE_UNTIL_S, LAST = 3, 300.0, 90
 
@@ -53,7 +18,7 @@ def train_beside_idle_peers(swarm: Swarm, active: str, pauses: bool) -> tuple[in
 
     Returns the step before that, the lineage at the end, and whether the step only rose in between.
     """
-    optimizer = join_training(swarm, net := model(), target_batch_size=16, matchmaking_timeout_s=5.0)
+    optimizer = join_training(swarm, net := model(), target_batch_size=16)
     wait_for_peers(swarm, optimizer, 3)
     steps: list[int] = []
 

@@ -341,7 +341,6 @@ def course(swarm: Swarm, make: Callable[[Any], Any] = plateau, local_steps: int 
         inner,
         target_batch_size=10,
         scheduler=make(inner),
-        matchmaking_timeout_s=20.0,
         min_peers=2,
         local_steps=local_steps,
     )

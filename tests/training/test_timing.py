@@ -8,7 +8,7 @@ import torch
 
 from colab_swarm.swarm.swarm import Swarm
 from colab_swarm.tensors import device
-from colab_swarm.training.collaboration import Due
+from colab_swarm.training.settings import Due
 from colab_swarm.training.timing import StepTimes
 from tests.training import toy
 

@@ -55,14 +55,14 @@ def joint_reference(steps: int) -> torch.Tensor:
 
 
 def join_training(swarm: Swarm, net: torch.nn.Module, **settings: Any) -> SwarmOptimizer:
-    chosen = {"target_batch_size": BATCH, "matchmaking_timeout_s": 2.0, **settings}
+    chosen = {"target_batch_size": BATCH, **settings}
     return swarm.optimizer(Lamb(net.parameters(), lr=0.01), **chosen)
 
 
 def wait_for_peers(swarm: Swarm, optimizer: SwarmOptimizer, count: int) -> None:
     """Until this peer has seen the records of ``count`` peers, itself included."""
-    while len(optimizer.collaboration.progress.known.all) < count:
-        swarm.runtime.call(optimizer.collaboration.rounds.refresh())
+    while len(optimizer.rounds.view.all) < count:
+        swarm.runtime.call(optimizer.rounds.refresh())
 
 
 def take(
@@ -98,7 +98,7 @@ def train_own_rows(
 ) -> tuple[torch.Tensor, bytes]:
     """Each peer takes its own rows of each step's batch; begins when all are there."""
     # all rows are needed, however busy the machine
-    optimizer = join_training(swarm, net := model(), matchmaking_timeout_s=20.0)
+    optimizer = join_training(swarm, net := model(), min_peers=len(ROWS))
     wait_for_peers(swarm, optimizer, len(ROWS))
     meet()
     train_rows(optimizer, net, ROWS[swarm.name], steps)

@@ -1,0 +1,388 @@
+"""The pure core of an organizer: who stands here, whose state counts, and the group once the batch is full.
+
+Members of a group are all that stand here. Those that *hold* the state of the branch contribute by their tickets, the
+others follow with weight 0. `Batch` decides who computes what.
+"""
+
+import hashlib
+import math
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+
+import msgspec
+
+from colab_swarm.averaging.grants import Batch, Participant
+from colab_swarm.averaging.group import (
+    MAX_TEXT,
+    Attend,
+    Group,
+    GroupMember,
+    RoundTerms,
+    StepReport,
+    Strategy,
+    Ticket,
+    offer_of,
+    wrong_numbers,
+    wrong_terms,
+)
+from colab_swarm.net.patience import Patience
+from colab_swarm.net.peers import MAX_ADDRESSES, Contact, PeerId
+
+MOST_TARGETS = 100.0  # more in a micro-batch, or beyond a grant, is a mistake or a lie
+
+
+def branch_of(
+    states: Mapping[PeerId, tuple[int, bytes]], first: Callable[[PeerId], bool]
+) -> tuple[int, bytes]:
+    """Return the step that at least half of the peers have reached, and on it the lineage that most of them hold.
+
+    Ties fall to those of whom ``first(peer)`` is true, then to the smallest id.
+    """
+    steps = sorted((step for step, _ in states.values()), reverse=True)
+    step = steps[(len(steps) - 1) // 2]
+    votes = Counter(lineage for reached, lineage in states.values() if reached == step)
+    holders = [peer for peer, (reached, _) in states.items() if reached == step]
+    leader = min(holders, key=lambda peer: (-votes[states[peer][1]], not first(peer), peer))
+    return step, states[leader][1]
+
+
+def order_of(group_key: bytes, peers: Iterable[PeerId]) -> list[PeerId]:
+    """Return the order in which peers would organize the step after a group; all compute the same."""
+    return sorted(set(peers), key=lambda peer: hashlib.sha256(group_key + peer).digest())
+
+
+def elect(
+    tickets: Mapping[PeerId, Ticket], agree: Callable[[Ticket, Ticket], bool], first: PeerId
+) -> tuple[Ticket | None, tuple[int, ...]]:
+    """Return the ticket whose rates and sketch most peers have, and the places of these.
+
+    Of equally many, those count that show a sketch, that changed nothing by their own account, then those with
+    ``first``.
+    """
+    shown = {peer: ticket for peer, ticket in tickets.items() if ticket.weight and ticket.rates}
+    if len(shown) < 2:
+        return None, ()
+    same = {}
+    for peer, ticket in shown.items():
+        same[peer] = [other for other, theirs in shown.items() if agree(ticket, theirs)]
+
+    def rank(peer: PeerId) -> tuple[object, ...]:
+        ticket = shown[peer]
+        return -len(same[peer]), not ticket.sketch, ticket.changed, first not in same[peer], peer
+
+    best = min(shown, key=rank)
+    order = list(tickets)
+    witness = msgspec.structs.replace(shown[best], unused=b"")
+    return witness, tuple(order.index(peer) for peer in same[best])
+
+
+def holders_of(group: Group) -> set[PeerId]:
+    """Return the members that have the parameters; the others follow."""
+    return {group.members[index].id for index in group.holders}
+
+
+@dataclass(frozen=True)
+class FormationSettings:
+    """What all peers of a collaboration agree on.
+
+    Attributes:
+        terms: of its rounds; step and lineage are those of the branch.
+        target: samples of a step.
+        least: members before the first grant.
+        agree: whether two members have equal rates and states, by their tickets.
+        window_s: of a meeting, from its first ticket until it closes; None: no meeting, but the steps of a training.
+        size: a meeting has exactly so many members.
+        awaited: without a size, a meeting closes as soon as these are there.
+    """
+
+    terms: RoundTerms
+    target: float
+    strategy: Strategy
+    least: int = 1
+    agree: Callable[[Ticket, Ticket], bool] = lambda one, other: True
+    window_s: float | None = None
+    size: int | None = None
+    awaited: frozenset[PeerId] = frozenset()
+
+
+@dataclass
+class Action:
+    """What the organizer does now: it sends these grants, or the group; if nothing happens it looks again then."""
+
+    grants: dict[PeerId, float] = field(default_factory=dict)
+    group: Group | None = None
+    look_at: float = math.inf
+
+
+class Formation:
+    """Forms the groups of an organizer, step after step; ``now`` is monotonic seconds.
+
+    Attributes:
+        key: id of the last group; empty at the begin.
+        contacts: of those that stand here.
+        batch: of the present step.
+        awaited: for whom a meeting waits; the service takes out whose link is lost.
+        missing: live holders of the last group that do not stand here and have not said that they have no group of
+            this step. The service sets it; no group is formed before they have answered.
+    """
+
+    def __init__(
+        self,
+        settings: FormationSettings,
+        me: PeerId,
+        last: Group | None,
+        patience: Patience[PeerId],
+        now: float,
+    ) -> None:
+        self.settings = settings
+        self.key = last.round_id if last else b""
+        self.contacts: dict[PeerId, Contact] = {}
+        self.missing: Collection[PeerId] = ()
+        self.awaited = set(settings.awaited)
+        self._closes_at = math.inf  # a meeting
+        self._me = me
+        self._patience = patience
+        self._assistants: dict[PeerId, Ticket] = {}
+        self._before = holders_of(last) if last else set()
+        self._before_state = last.terms.key if last else None  # of these, until their round is over
+        self._told: set[PeerId] = set()  # of the last group, before their next report
+        self.batch = Batch(settings.target, self.key, patience, now)
+
+    # What peers say.
+
+    def on_attend(self, peer: PeerId, message: Attend, now: float) -> str:
+        """Take a peer that comes to stand here; return why not, or nothing."""
+        addresses = message.contact.addresses
+        if message.contact.id != peer:
+            return "a contact is personal"
+        if len(addresses) > MAX_ADDRESSES or any(len(address) > MAX_TEXT for address in addresses):
+            return "too many addresses for a group"
+        terms = self.settings.terms
+        if not terms.numel and message.assistant is None:
+            problem = wrong_terms(message.terms, message.target)
+            if problem:
+                return problem
+            # An assistant knows no model until a trainer comes.
+            terms = message.terms
+            self.settings = replace(self.settings, terms=terms, target=message.target)
+            self.batch.target = message.target
+        if message.assistant is not None:
+            if message.assistant.weight or message.assistant.samples:
+                return "an assistant contributes nothing"
+            self._assistants[peer] = message.assistant
+        elif (message.terms, message.target) != (terms, self.settings.target):
+            return "it trains another model, or with other settings"
+        self.contacts[peer] = message.contact
+        return ""
+
+    def on_report(self, peer: PeerId, report: StepReport, now: float) -> str:
+        """Take a report; return what is wrong with it, or nothing."""
+        if peer in self._told and report.key != self.key:
+            return ""  # it is of the step before
+        ticket = report.ticket
+        one = self.batch.participants.get(peer)
+        granted = one.granted if one else 0.0
+        samples = max(report.counted, report.granted, ticket.samples if ticket else 0.0)
+        if max(samples - granted, report.batch_samples) > MOST_TARGETS * self.settings.target:
+            samples = max(samples, report.batch_samples)
+            return f"it counts {samples:g} samples of {self.settings.target:g}"
+        problem = wrong_numbers(ticket) if ticket else ""
+        if problem:
+            return problem
+        self.batch.on_report(peer, report, now)
+        self._judge()
+        return ""
+
+    def on_lost(self, peer: PeerId) -> None:
+        """Forget a peer whose stream has ended."""
+        self.batch.on_lost(peer)
+        self.contacts.pop(peer, None)
+        self._assistants.pop(peer, None)
+        self._told.discard(peer)
+        self._judge()
+
+    def on_left(self, peer: PeerId) -> None:
+        """Forget a peer that leaves: the others do not count it among those that live."""
+        self.on_lost(peer)
+        self._before.discard(peer)
+
+    @property
+    def branch(self) -> tuple[int, bytes] | None:
+        """Step and lineage of the state that counts; None: nobody here has one."""
+        states = {}
+        for peer, one in self.batch.participants.items():
+            if one.report is None or one.report.step < 0 or self._averages(one) or self._follows(one.report):
+                continue
+            states[peer] = one.report.step, one.report.lineage
+        if not states:
+            return None
+        return branch_of(states, self._organized)
+
+    @property
+    def holders(self) -> list[Participant]:
+        """Those that hold the state that counts."""
+        return [one for one in self.batch.participants.values() if one.holds and one.report]
+
+    def _averages(self, one: Participant) -> bool:
+        """Return True if a member of the last group still has the state before it: its round is not over."""
+        report = one.report
+        if report is None or report.ticket is not None or one.peer not in self._before:
+            return False
+        return (report.step, report.lineage) == self._before_state
+
+    def _follows(self, report: StepReport) -> bool:
+        """Return True if a peer keeps the means for a trainer that is idle, and holds an older state of this path."""
+        return (
+            self._before_state is not None and report.key == self.key and report.step < self._before_state[0]
+        )
+
+    def _organized(self, peer: PeerId) -> bool:
+        return peer == self._me
+
+    def _judge(self) -> None:
+        """Set who holds the state that counts."""
+        branch = self.branch
+        for one in self.batch.participants.values():
+            if one.report is not None:
+                state = one.report.step, one.report.lineage
+                one.holds = state == branch or self._averages(one)
+
+    # What comes of it.
+
+    def next_action(self, now: float, live: Collection[PeerId]) -> Action:
+        """Return what to do now; ``live``: the peers that are believed to live, whether they stand here or not."""
+        if self.settings.window_s is not None:
+            return self._meet(now, self.settings.window_s)
+        holders = self.holders
+        if not self.key and len(holders) < self.settings.least:
+            return Action()
+        action = Action(self.batch.next_grants(now), look_at=self.batch.look_at(now))
+        if not action.grants and self.batch.full and not self.missing and self._has_quorum(live):
+            action.group = self._form(now)
+        return action
+
+    def _meet(self, now: float, window_s: float) -> Action:
+        """Close a meeting when all that it waits for have a ticket, or at its time."""
+        here = self._ready()
+        if not here:
+            return Action()
+        self._closes_at = min(self._closes_at, now + window_s)
+        if self.settings.size is not None:
+            complete = len(here) == self.settings.size
+        else:
+            complete = bool(self.awaited) and self.awaited.issubset(here)
+        if complete or now >= self._closes_at:
+            return Action(group=self._form(now))
+        return Action(look_at=self._closes_at)
+
+    def _ready(self) -> list[PeerId]:
+        """Return who has a ticket, in the order of coming, and no more than a meeting's size."""
+        ready = []
+        for peer in self.contacts:
+            one = self.batch.participants.get(peer)
+            if one is not None and one.ready:
+                ready.append(peer)
+        return ready[: self.settings.size]
+
+    def _has_quorum(self, live: Collection[PeerId]) -> bool:
+        """Return True if more than half of the last group's holders that live stand here."""
+        here = self._before & self.batch.participants.keys()
+        alive = here | self._before.intersection(live)
+        return 2 * len(here) > len(alive) or not alive
+
+    def _form(self, now: float) -> Group:
+        step, lineage = self.branch or (0, b"")
+        terms = msgspec.structs.replace(self.settings.terms, step=step, lineage=lineage)
+        tickets: dict[PeerId, Ticket] = {}
+        members_here: Iterable[PeerId] = self.contacts
+        if self.settings.window_s is not None:
+            members_here = self._ready()
+        for peer in sorted(members_here):
+            contact = self.contacts[peer]
+            one = self.batch.participants.get(peer)
+            ticket = Ticket(terms, 0.0, reduces=False)
+            if one is not None and one.ready and one.report is not None and one.report.ticket is not None:
+                ticket = one.report.ticket
+            elif peer in self._assistants:
+                ticket = self._assistants[peer]
+            tickets[peer] = msgspec.structs.replace(
+                ticket, terms=terms, reduces=ticket.reduces and bool(contact.addresses)
+            )
+        trainers = [peer for peer, ticket in tickets.items() if not ticket.assists]
+        if len(trainers) == 1:
+            # It needs no help, and to be reached by nobody.
+            for peer, ticket in tickets.items():
+                tickets[peer] = msgspec.structs.replace(ticket, reduces=not ticket.assists)
+        elif not any(ticket.reduces for ticket in tickets.values()):
+            # All that stand here reach the organizer.
+            tickets[self._me] = msgspec.structs.replace(tickets[self._me], reduces=True)
+        plan = self.settings.strategy(list(tickets.values()))
+        grants = self.batch.next_shares(now)
+        members = []
+        holders = []
+        for index, (peer, ticket) in enumerate(tickets.items()):
+            offer = offer_of(ticket)
+            contact = self.contacts[peer]
+            members.append(
+                GroupMember(
+                    peer, contact.addresses, ticket.weight, plan.shares[index], *offer, samples=ticket.samples
+                )
+            )
+            one = self.batch.participants.get(peer)
+            if one is not None and one.holds:
+                holders.append(index)
+        order = list(tickets)
+        late = tuple(
+            (order.index(peer), seconds) for peer, seconds in self.batch.late.items() if peer in tickets
+        )
+        witness, agreeing = elect(tickets, self.settings.agree, self._me)
+        seed = hashlib.sha256(repr((now, self._me, self.key)).encode()).digest()[:16]
+        return Group(
+            seed,
+            terms,
+            tuple(members),
+            plan.averaging_s or None,
+            plan.explanation,
+            plan.bottleneck,
+            grants=tuple(grants.get(peer, 0.0) for peer in tickets),
+            holders=tuple(holders),
+            organizer=self._next_organizer(),
+            late=late,
+            witness=witness,
+            agreeing=agreeing,
+        )
+
+    def _next_organizer(self) -> PeerId:
+        """Return this peer, unless another one can be dialled, and this one cannot, or takes twice as long."""
+        others = []
+        for peer, one in self.batch.participants.items():
+            if peer != self._me and one.holds and one.seconds and self.contacts[peer].addresses:
+                others.append(one)
+        best = min(others, key=lambda one: one.seconds, default=None)
+        contact = self.contacts.get(self._me)
+        if contact is not None and not contact.addresses:
+            assistants = [peer for peer in self._assistants if self.contacts[peer].addresses]
+            return best.peer if best else min(assistants, default=self._me)
+        own = self.batch.participants.get(self._me)
+        if best is None or own is None or not own.seconds:
+            return self._me
+        return best.peer if 2 * best.seconds < own.seconds else self._me
+
+    def on_group(self, group: Group, now: float) -> None:
+        """Begin the next step: all that stand here stay, with the grants of the group."""
+        before = self.batch.participants
+        self.key = group.round_id
+        self._before = holders_of(group)
+        self._before_state = group.terms.key
+        self._told = {member.id for member in group.members}
+        self.batch = Batch(self.settings.target, self.key, self._patience, now)
+        for member, granted in zip(group.members, group.grants, strict=True):
+            if member.id in before:
+                one = before[member.id]
+                late_at = one.late_at
+                if one.ready or now < late_at:
+                    late_at = now + self.batch.limit_s(one) + (group.predicted_s or 0.0)
+                self.batch.participants[member.id] = Participant(
+                    member.id, granted, granted, None, one.holds, late_at, one.seconds, one.samples, now
+                )

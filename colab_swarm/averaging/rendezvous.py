@@ -1,0 +1,548 @@
+"""Where the groups of a collaboration form: a peer stands at the organizer, or is the organizer.
+
+The stream to the organizer stands step after step. `Share` is what this peer reports on it, and what it is granted.
+If the organizer is lost, all go to the next one of the last group's order, which asks the others before it forms a
+group: one of them may have got the group of this step already.
+"""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Collection, Sequence
+from typing import Protocol
+
+from msgspec.structs import replace
+
+from colab_swarm.averaging.forming import MOST_TARGETS, Formation, FormationSettings, holders_of, order_of
+from colab_swarm.averaging.grants import REPORT_S
+from colab_swarm.averaging.group import Attend, Group, News, RoundRefused, StepReport, Whereabouts
+from colab_swarm.averaging.router import PrefixRouter
+from colab_swarm.averaging.share import Share
+from colab_swarm.errors import PeerError, require
+from colab_swarm.events import Fault, PeerRefused, Waited
+from colab_swarm.net.patience import LeftOut, Patience
+from colab_swarm.net.peers import Contact, PeerId, Role, Stream, StreamEnded, end_tasks, remember, short
+from colab_swarm.runtime import loop_now, wait_until, wake
+
+logger = logging.getLogger(__name__)
+
+_DIAL_S = 5.0
+_ANSWER_S = 3.0  # to a question; a busy notebook answers late
+_SILENCE_S = 5.0  # of an organizer, before it is asked whether it is there
+_LOOK_S = 2.0  # between two looks for a better organizer before the first group
+_LOOK_IN_MEETING_S = 0.25
+_PAUSE_S = 0.1  # between two organizers
+_GONE_S = 15.0  # an organizer that failed is not asked, at first
+_KEPT_GROUPS = 4
+
+
+class Neighbourhood(Protocol):
+    """What the owner of a `Rendezvous` knows of the others, and is told."""
+
+    async def organizers(self) -> Sequence[Contact]:
+        """Return who may organize, by the records, the best first; this peer among them."""
+        ...
+
+    def live(self) -> Collection[PeerId]:
+        """Return the other trainers that are believed to live."""
+        ...
+
+    def helpers(self) -> Collection[PeerId]:
+        """Return the assistants that are believed to live, and other organizers."""
+        ...
+
+    def on_group(self, group: Group, *, contributes: bool) -> None:
+        """A group with this peer has formed; `Share` is that of the next step.
+
+        ``contributes``: by its present ticket. It may have withdrawn that too late. A meeting's group may be without
+        this peer.
+        """
+        ...
+
+    def on_granted(self) -> None:
+        """The grant of this peer has changed."""
+        ...
+
+
+class Rendezvous:
+    """A peer's part in the groups of the collaboration ``prefix``.
+
+    Attributes:
+        share: this peer's part of the present step. After a change, `tell` reports it.
+        group: the last one with this peer; its id is the ``key``.
+        organizer: at whom this peer stands; None: it looks for one.
+    """
+
+    def __init__(
+        self, router: PrefixRouter, prefix: str, settings: FormationSettings, neighbourhood: Neighbourhood
+    ) -> None:
+        self._router = router
+        self._peers = router.peers
+        self._events = router.events
+        self._prefix = prefix
+        self.settings = settings
+        self._neighbourhood = neighbourhood
+        self.share = Share()
+        self.group: Group | None = None
+        self.organizer: Contact | None = None
+        self.formation: Formation | None = None  # while this peer organizes
+        self._patience = Patience[PeerId](60.0)
+        # In a meeting all come at the same time, and one may be there a moment before the organizer.
+        meets = settings.window_s is not None
+        self._gone = LeftOut[PeerId](_LOOK_IN_MEETING_S if meets else _GONE_S, 60.0)
+        self._groups: dict[bytes, Group] = {}  # by the id of the one before
+        self._queues: dict[PeerId, asyncio.Queue[News]] = {}  # to those that stand here
+        self._told: PeerId | None = None  # the organizer that another peer named; this peer goes there
+        self._moved = asyncio.Event()  # set with ``_told``
+        self._succeeds = b""  # the key at which this peer began to organize: it knows all groups since
+        self._refused = b""  # the key after which this peer has refused a minority once
+        self._changed = asyncio.Event()  # the formation may have something to do
+        self._report_due = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+        router.serve_stream(prefix, Attend, self._serve_attend, Role.REDUCER)
+        router.serve(prefix, Whereabouts, self._serve_whereabouts, Role.REDUCER)
+
+    @property
+    def key(self) -> bytes:
+        return self.group.round_id if self.group else b""
+
+    @property
+    def me(self) -> PeerId:
+        return self._peers.id
+
+    def start(self) -> None:
+        if self._task is None:
+            self._task = asyncio.create_task(self._stand(), name="rendezvous")
+
+    def close(self) -> None:
+        self._router.unserve(self._prefix, Attend, Whereabouts)
+        for task in (self._task, *self._tasks):
+            if task is not None:
+                task.cancel()
+
+    async def leave(self) -> None:
+        """Stand nowhere any more; the organizer hears that this peer goes."""
+        task, self._task = self._task, None
+        if task is not None:
+            await end_tasks(task)
+
+    def tell(self) -> None:
+        """StepReport the share now."""
+        self._report_due.set()
+
+    def move(self, organizer: Contact) -> None:
+        """Stand at another organizer, whose swarm has gone another way."""
+        if self.organizer is not None and self.organizer.id != organizer.id:
+            self.group = None
+            self._peers.learn(organizer)
+            self._go(organizer.id)
+
+    def begin_again(self) -> None:
+        """This peer holds a state to which no group has led."""
+        self.group = None
+        if self.organizer is not None:
+            self._go(self.organizer.id)
+
+    async def has_begun(self, organizer: Contact) -> bool:
+        """Return whether a group has formed there; True also if it does not answer."""
+        if organizer.id == self.me:
+            return self.group is not None
+        self._peers.learn(organizer)
+        ask = Whereabouts(self._prefix, self.key)
+        try:
+            return bool((await self._peers.call(organizer.id, ask, News, timeout_s=_ANSWER_S)).key)
+        except PeerError:
+            return True
+
+    def _go(self, organizer: PeerId) -> None:
+        self._gone.forgive(organizer)  # somebody stands there
+        self._told = organizer
+        self._moved.set()
+
+    # As one that looks for the organizer.
+
+    async def _stand(self) -> None:
+        while True:
+            contact = await self._choose()
+            self._moved.clear()
+            work = self._organize() if contact.id == self.me else self._attend(contact)
+            standing = asyncio.create_task(work, name=f"stand at {short(contact.id)}")
+            moving = asyncio.create_task(self._moved.wait())
+            try:
+                await asyncio.wait([standing, moving], return_when=asyncio.FIRST_COMPLETED)
+                if standing.done():
+                    standing.result()
+            except (PeerError, TimeoutError, ValueError) as error:
+                logger.info("the organizer %s is lost: %s", short(contact.id), error)
+                self._gone.fail(contact.id, loop_now())
+                if isinstance(error, ValueError):
+                    self._events.emit(PeerRefused(loop_now(), contact.id.hex(), "a group", str(error)))
+            except Exception as error:  # a door: without groups this peer trains no more
+                logger.exception("at the organizer")
+                self._events.emit(Fault.of(loop_now(), "at the organizer", error))
+            finally:
+                await end_tasks(standing, moving)
+                self.organizer = None
+            await asyncio.sleep(_PAUSE_S)
+
+    async def _choose(self) -> Contact:
+        """Return at whom to stand: the organizer that the last group names, else the next in its order."""
+        while True:
+            order = [self._told] if self._told else []
+            self._told = None
+            order += self._order()
+            now = loop_now()
+            for peer in order:
+                if peer == self.me or not self._gone.holds(peer, now):
+                    return self._peers.contact_of(peer)
+            for contact in await self._neighbourhood.organizers():
+                self._peers.learn(contact)
+                if contact.id == self.me or not self._gone.holds(contact.id, now):
+                    return contact
+            await asyncio.sleep(_PAUSE_S)
+
+    def _order(self) -> list[PeerId]:
+        """Return who may organize after the last group, the best first."""
+        if self.group is None:
+            return []
+        addresses = {member.id: member.addresses for member in self.group.members}
+        holders = [peer for peer in holders_of(self.group) if addresses[peer]]
+        assistants = [member.id for member in self.group.members if member.assists]
+        order = [self.group.organizer, *order_of(self.key, holders), *order_of(self.key, assistants)]
+        return list(dict.fromkeys(order))
+
+    def _is_better(self, peer: PeerId, other: PeerId) -> bool:
+        """Return whether the first one would rather organize after the last group."""
+        order = self._order()
+        return peer in order and (other not in order or order.index(peer) < order.index(other))
+
+    async def _attend(self, organizer: Contact) -> None:
+        """Stand at an organizer until it names another one, or is lost (`PeerError`)."""
+        async with await self._peers.stream(organizer.id, self._opening(), timeout_s=_DIAL_S) as stream:
+            require(self._peers.role_of(organizer.id) >= Role.REDUCER, "its role does not let it organize")
+            self.organizer = organizer
+            reports = asyncio.create_task(self._send_reports(stream.send))
+            try:
+                while await self._hear(stream):
+                    pass
+            finally:
+                await end_tasks(reports)
+
+    def _opening(self) -> Attend:
+        settings = self.settings
+        return Attend(self._peers.contact, self.key, settings.terms, settings.target, self.share.assistant)
+
+    async def _hear(self, stream: Stream) -> bool:
+        """Take the next news; return False if another peer organizes."""
+        try:
+            async with asyncio.timeout(_SILENCE_S):
+                news, _ = await stream.receive(News)
+        except TimeoutError:
+            # It may have nothing to say, or be frozen.
+            ask = Whereabouts(self._prefix, self.key)
+            try:
+                news = await self._peers.call(stream.peer, ask, News, timeout_s=_ANSWER_S)
+            except PeerError:
+                waited_s = _SILENCE_S + _ANSWER_S
+                self._events.emit(Waited(loop_now(), stream.peer.hex(), "the organizer's answer", waited_s))
+                # It may have told the group of a meeting meanwhile, and gone.
+                async with asyncio.timeout(0):
+                    news, _ = await stream.receive(News)
+        self._on_news(news)
+        if news.organizer is not None and news.organizer.id != stream.peer:
+            self._peers.learn(news.organizer)
+            self._go(news.organizer.id)
+            return False
+        if news == News(news.key):
+            # It organizes no more.
+            return False
+        return self.group is None or news.group is None or self.group.organizer == stream.peer
+
+    async def _send_reports(self, send: Callable[[StepReport], Awaitable[None]]) -> None:
+        """StepReport the share when it has changed, and each second while this peer computes."""
+        while True:
+            self._report_due.clear()
+            report = self.share.report(loop_now())
+            await send(replace(report, key=self.key))
+            await wait_until(loop_now() + REPORT_S if self._computes() else None, self._report_due)
+
+    def _computes(self) -> bool:
+        share = self.share
+        return share.ticket is None and not share.away and share.granted > 0
+
+    def _on_news(self, news: News) -> None:
+        """Raises ValueError if no honest organizer says it, RoundRefused if the group has too few members."""
+        require(not news.refusal, news.refusal, PeerError)
+        if news.group is not None and self._concerns(news.group):
+            self._on_group(news.group)
+        elif news.granted is not None:
+            # A stream keeps the order, so it is for the present step, also where this peer had another last group.
+            self._check_grant(news.granted)
+            self.share.granted = news.granted
+            self._report_due.set()
+            self._neighbourhood.on_granted()
+
+    def _check_grant(self, granted: float) -> None:
+        most = self.share.counted + MOST_TARGETS * self.settings.target + self.share.samples
+        require(0 <= granted <= most, f"a grant of {granted:g} samples of {self.settings.target:g}")
+
+    def _concerns(self, group: Group) -> bool:
+        return self.settings.window_s is not None or group.index_of(self.me) is not None
+
+    def _check(self, group: Group) -> None:
+        """Raise ValueError if no honest organizer of this collaboration would form this group."""
+        group.check()
+        own = self.settings.terms
+        terms = replace(group.terms, step=own.step, lineage=own.lineage)
+        # An assistant knows no model until a trainer comes.
+        same = terms == own if own.numel else terms.prefix == own.prefix
+        require(same and len(group.grants) == len(group.members), "a group of another collaboration")
+
+    def _on_group(self, group: Group) -> None:
+        self._check(group)
+        if self.group is not None and group.round_id == self.group.round_id:
+            # Its organizer was lost while it told the group, and a second one passes it on; or the answer to
+            # `Whereabouts` has told it, too.
+            return
+        index = group.index_of(self.me)
+        if index is None and self.settings.window_s is not None:
+            self._neighbourhood.on_group(group, contributes=False)
+            return
+        require(index is not None, "a group without this peer")
+        assert index is not None
+        ticket = self.share.ticket
+        counted = group.members[index].weight, group.members[index].samples
+        # A weight of 0 counts, too: samples whose targets are all masked are used up.
+        contributes = ticket is not None and ticket.samples > 0 and counted == (ticket.weight, ticket.samples)
+        self._check_grant(group.grants[index])
+        self._check_quorum(group)
+        remember(self._groups, self.key, group, _KEPT_GROUPS)
+        for member in group.members:
+            if member.addresses:
+                self._peers.learn(Contact(member.id, member.addresses))
+        self._gone.forgive(group.organizer)
+        self.group = group
+        self.share.begin(group.grants[index])
+        self._neighbourhood.on_group(group, contributes=contributes)
+
+    def _check_quorum(self, group: Group) -> None:
+        """Refuse a minority of the last group once, and a group of this peer alone each time, while others live."""
+        if self.group is None:
+            return
+        before = holders_of(self.group)
+        here = before & {member.id for member in group.members}
+        alive = here | before.intersection(self._neighbourhood.live())
+        if not alive or 2 * len(here) > len(alive) or (len(here) > 1 and self._refused == self.key):
+            return
+        self._refused = self.key
+        missing = len(alive) - len(here)
+        raise RoundRefused("unreachable", f"{missing} of {len(alive)} trainers are not in the group")
+
+    # As the organizer.
+
+    async def _organize(self) -> None:
+        """Form groups until another peer organizes."""
+        formation = Formation(self.settings, self.me, self.group, self._patience, loop_now())
+        self.formation = formation
+        self._succeeds = self.key
+        self.organizer = self._peers.contact
+        formation.on_attend(self.me, self._opening(), loop_now())
+        asking = asyncio.create_task(self._look_for_others(formation))
+        reports = asyncio.create_task(self._send_reports(self._report_here))
+        wake(self._changed)
+        try:
+            before = self.group
+            while self.group is before or self.group is None or self.group.organizer == self.me:
+                now = loop_now()
+                action = formation.next_action(now, self._neighbourhood.live())
+                for peer, granted in action.grants.items():
+                    self._send(peer, News(formation.key, granted))
+                if action.group is not None:
+                    self._announce(formation, action.group)
+                    continue
+                await wait_until(min(action.look_at, now + _LOOK_S), self._changed)
+        finally:
+            self.formation = None
+            await end_tasks(asking, reports)
+            for queue in self._queues.values():
+                queue.put_nowait(News(self.key, organizer=self._contact_of_next()))
+            self._queues = {}
+
+    def _contact_of_next(self) -> Contact | None:
+        if self._told is not None:
+            return self._peers.contact_of(self._told)
+        if self.group is None or self.group.organizer == self.me:
+            return None
+        return self._peers.contact_of(self.group.organizer)
+
+    def _announce(self, formation: Formation, group: Group) -> None:
+        """Tell all that stand here, then this peer, whose part of the round keeps a core busy."""
+        news = News(formation.key, group=group)
+        formation.on_group(group, loop_now())
+        for peer in self._queues:
+            self._send(peer, news)
+        if self._concerns(group):
+            self._on_group(group)
+
+    def _send(self, peer: PeerId, news: News) -> None:
+        if peer == self.me:
+            self._on_news(news)
+        elif peer in self._queues:
+            self._queues[peer].put_nowait(news)
+
+    async def _report_here(self, report: StepReport) -> None:
+        if self.formation is not None:
+            self.formation.on_report(self.me, report, loop_now())
+            wake(self._changed)
+
+    async def _look_for_others(self, formation: Formation) -> None:
+        """Ask the live members of the last group that do not stand here: one may have the group of this step.
+
+        Before the first group, look whether another peer organizes.
+        """
+        while True:
+            for helper in set(self._neighbourhood.helpers()) - formation.contacts.keys():
+                if self._gone.holds(helper, loop_now()):
+                    continue
+                # It comes when it hears of this collaboration.
+                task = asyncio.create_task(self._ask(formation, helper))
+                self._tasks.add(task)
+                task.add_done_callback(self._tasks.discard)
+            if self.group is None:
+                await asyncio.sleep(_LOOK_S if self.settings.window_s is None else _LOOK_IN_MEETING_S)
+                await self._look_for_better()
+                continue
+            missing = (
+                holders_of(self.group).intersection(self._neighbourhood.live()) - formation.contacts.keys()
+            )
+            formation.missing = missing
+            await asyncio.gather(*(self._ask(formation, peer) for peer in sorted(missing)))
+            await wait_until(loop_now() + 1.0, self._changed)
+
+    async def _look_for_better(self) -> None:
+        """Go to a peer that comes before this one among those that may organize, if it answers."""
+        for contact in await self._neighbourhood.organizers():
+            if contact.id == self.me:
+                return
+            if self._gone.holds(contact.id, loop_now()):
+                continue
+            self._peers.learn(contact)
+            ask = Whereabouts(self._prefix, self.key)
+            try:
+                await self._peers.call(contact.id, ask, News, timeout_s=_ANSWER_S)
+            except PeerError:
+                self._gone.fail(contact.id, loop_now())
+                continue
+            self._go(contact.id)
+            return
+
+    async def _ask(self, formation: Formation, peer: PeerId) -> None:
+        step, _ = formation.branch or (-1, b"")
+        ask = Whereabouts(self._prefix, formation.key, max(1, len(formation.holders)), step)
+        try:
+            answer = await self._peers.call(peer, ask, News, timeout_s=_ANSWER_S)
+            if answer.group is not None:
+                self._check(answer.group)
+        except PeerError:
+            self._gone.fail(peer, loop_now())
+            answer = News(b"")
+        except ValueError as error:
+            self._events.emit(PeerRefused(loop_now(), peer.hex(), "a group", str(error)))
+            answer = News(b"")
+        formation.missing = set(formation.missing) - {peer}
+        is_missed = answer.group is not None and answer.group.index_of(self.me) is not None
+        if answer.group is not None and is_missed and formation.key == self.key == self._succeeds:
+            self._announce(formation, answer.group)
+        elif answer.organizer is not None and not self._gone.holds(answer.organizer.id, loop_now()):
+            other = answer.organizer.id
+            parted = answer.key != self.key
+            if (other == peer and self.group is not None) if parted else self._is_better(other, self.me):
+                self._peers.learn(answer.organizer)
+                self._go(other)
+        wake(self._changed)
+
+    async def _serve_whereabouts(self, peer: PeerId, ask: Whereabouts) -> News:
+        organizer = self.organizer
+        if ask.members and self._yields(peer, ask):
+            self._go(peer)
+            organizer = self._peers.contact_of(peer)
+        return News(self.key, group=self._group_after(ask.key), organizer=organizer)
+
+    def _yields(self, peer: PeerId, ask: Whereabouts) -> bool:
+        """Return whether this peer goes to another one that organizes, too.
+
+        After one group they go by its order. Swarms that have parted go to who can be dialled, has more members, or
+        is at a later step.
+        """
+        if self.organizer is None or self.organizer.id == peer:
+            return False
+        if ask.key == self.key:
+            return self._is_better(peer, self.organizer.id)
+        formation = self.formation
+        if formation is None:
+            return False
+        step, _ = formation.branch or (-1, b"")
+        mine = bool(self._peers.contact.addresses), len(formation.holders), step
+        theirs = bool(self._peers.contact_of(peer).addresses), ask.members, ask.step
+        return theirs > mine or (theirs == mine and peer < self.me)
+
+    def _group_after(self, key: bytes) -> Group | None:
+        """Return the group that followed; a process that has begun again gets none of those before."""
+        group = self._groups.get(key)
+        return group if key or group is self.group else None
+
+    async def _serve_attend(self, message: Attend, stream: Stream) -> None:
+        if self.formation is None and (message.key != self.key or self.organizer is None):
+            # It heard of the group before this peer.
+            await wait_until(loop_now() + 1.0, self._changed)
+        async with stream:
+            formation = self.formation
+            group = self._group_after(message.key)
+            if formation is None or (group is not None and group.index_of(stream.peer) is not None):
+                await stream.send(News(self.key, group=group, organizer=self.organizer))
+                return
+            if message.key not in (b"", formation.key) and self.settings.window_s is None:
+                # It may stand after the group of this step, of which this peer has not heard.
+                await self._ask(formation, stream.peer)
+            refusal = "only a worker may train: ask for another invitation"
+            if message.assistant is not None or self._peers.role_of(stream.peer) >= Role.WORKER:
+                refusal = formation.on_attend(stream.peer, message, loop_now())
+            if refusal:
+                await stream.send(News(self.key, refusal=refusal))
+                return
+            self._gone.forgive(stream.peer)
+            queue = self._queues[stream.peer] = asyncio.Queue[News]()
+            sending = asyncio.create_task(self._send_news(stream, queue))
+            try:
+                await self._take_reports(stream, formation, queue)
+            finally:
+                await end_tasks(sending)
+
+    async def _send_news(self, stream: Stream, queue: asyncio.Queue[News]) -> None:
+        while True:
+            await stream.send(await queue.get())
+
+    async def _take_reports(self, stream: Stream, formation: Formation, queue: asyncio.Queue[News]) -> None:
+        peer = stream.peer
+        left = False
+        try:
+            while self.formation is formation and self._queues.get(peer) is queue:
+                report, _ = await stream.receive(StepReport)
+                problem = formation.on_report(peer, report, loop_now())
+                if problem:
+                    self._events.emit(PeerRefused(loop_now(), peer.hex(), "a ticket", problem))
+                wake(self._changed)
+        except StreamEnded:
+            left = True
+        except PeerError as error:
+            logger.info("%s stands here no more: %s", short(peer), error)
+        finally:
+            if self._queues.get(peer) is queue and self.formation is formation:
+                del self._queues[peer]
+                if left:
+                    formation.on_left(peer)
+                else:
+                    formation.on_lost(peer)
+                if peer not in self._peers.linked():
+                    formation.awaited.discard(peer)
+                wake(self._changed)

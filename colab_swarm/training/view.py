@@ -1,0 +1,312 @@
+"""What this peer knows of the others: one view of their records, groups and links, and the branch that it gives. Pure.
+
+- Equal *lineages*, digests of the first parameters and of every mean since as it was encoded, mean equal parameters,
+  but for rounding (`sketch`).
+- The *branch* is the highest step that at least half of the live trainers have reached, and on it the lineage that
+  most of them hold; ties fall to the run's authority, then to the smallest id. A peer on another path loads its state.
+- A record is up to half a minute old. So a group outweighs the older record of its members, and a peer whose link
+  broke counts again by a newer one.
+"""
+
+import asyncio
+import math
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+
+import msgspec
+
+from colab_swarm.averaging.forming import branch_of
+from colab_swarm.dht.service import DHT, Found
+from colab_swarm.net.patience import LeftOut
+from colab_swarm.net.peers import Contact, PeerId, Peers, Role
+from colab_swarm.runtime import loop_now
+from colab_swarm.training.pace import SwarmPace
+from colab_swarm.training.records import (
+    AssistantRecord,
+    ProgressRecord,
+    Rates,
+    differing,
+    read_participants,
+)
+
+WATCHING = ProgressRecord(0, b"", 0.0, 0.0, syncing=True, reduces=False, name="")
+"""The own record of a peer that does not train."""
+_KEPT_STEPS = 4096  # of the own path
+_DISTRUST_S = 300.0  # of a donor whose state does not load, at first
+_MAX_DISTRUST_S = 6 * 3600.0
+_MOST_ASSISTANTS = 16
+_URGENT = ("syncing", "paused", "organizer")  # the others should hear of it at once
+_JUST_BROKEN_S = 2.0  # a record that was written so shortly before a link broke may come afterwards
+
+
+@dataclass(frozen=True)
+class Branch:
+    """The swarm's step and lineage; ``peers`` train there, as far as is known."""
+
+    step: int
+    lineage: bytes
+    peers: frozenset[PeerId]
+
+
+class SwarmView:
+    """The records of this peer, of the other trainers and of assistants.
+
+    ``round_samples``: of all peers together from one round to the next.
+
+    Attributes:
+        own: this peer's record; the trainer replaces it.
+        others: those of the other trainers that count.
+        assistants: believed alive.
+        found: roles and vouchers of all that have a record.
+        news: wakes who waits for another view.
+        urgent: the others should hear of ``own`` at once.
+        averaged: this peer has taken a step with another one.
+        unreachable: other trainers that do not count, as none of them can be dialled, nor this peer.
+    """
+
+    def __init__(
+        self, me: PeerId, own: ProgressRecord, prefix: str = "", *, round_samples: float = 0.0
+    ) -> None:
+        self.me = me
+        self.own = own
+        self.prefix = prefix
+        self.round_samples = round_samples
+        self.others: dict[PeerId, ProgressRecord] = {}
+        self.assistants: dict[PeerId, AssistantRecord] = {}
+        self.found: Mapping[PeerId, Found] = {}
+        self.news = asyncio.Event()
+        self.urgent = asyncio.Event()
+        self.averaged = False
+        self.unreachable = 0
+        self.pace = SwarmPace()
+        self._path = {own.step: own.lineage}  # the own lineage at each step
+        self._lost: dict[PeerId, float] = {}  # the swarm time of the last record of a peer whose link broke
+        self._distrusted = LeftOut[PeerId](_DISTRUST_S, _MAX_DISTRUST_S)
+
+    # What happens.
+
+    async def refresh(self, dht: DHT, peers: Peers) -> None:
+        """Read all records; raises `PeerError` if they cannot be read now."""
+        records, assistants, self.found = await read_participants(dht, self.prefix)
+        self.on_records(records, now=loop_now())
+        self.on_assistants(assistants)
+        self.leave_out_unreachable(peers)
+
+    def on_records(self, records: Mapping[PeerId, ProgressRecord], *, now: float) -> None:
+        """Take the live records just read; an older one counts less than what a group has shown."""
+        fresh = {}
+        for peer, record in records.items():
+            if peer == self.me or record.told_at <= self._lost.get(peer, -math.inf):
+                continue
+            self._lost.pop(peer, None)
+            known = self.others.get(peer)
+            if known is not None and known.told_at > record.told_at:
+                record = known
+            fresh[peer] = record
+        self.others = fresh
+        self.news.set()
+
+    def on_assistants(self, assistants: Mapping[PeerId, AssistantRecord]) -> None:
+        """Take the live records of the run's assistants; those of another collaboration do not count."""
+        alive = {}
+        for peer, record in sorted(assistants.items()):
+            helps_here = record.addresses and record.collaboration in ("", self.prefix)
+            if helps_here and record.told_at > self._lost.get(peer, -math.inf):
+                alive[peer] = record
+        self.assistants = dict(list(alive.items())[:_MOST_ASSISTANTS])
+
+    def leave_out_unreachable(self, peers: Peers) -> None:
+        """Where nobody can be dialled, and no assistant is there, those count to whom a link is up."""
+        addresses = [peers.contact.addresses, *(record.addresses for record in self.others.values())]
+        self.unreachable = 0
+        if self.assistants or any(addresses):
+            return
+        linked = peers.linked()
+        met = {peer: record for peer, record in self.others.items() if peer in linked}
+        self.unreachable = len(self.others) - len(met)
+        self.others = met
+
+    def on_step(self, samples: Mapping[PeerId, float], *, now: float, swarm_now: float) -> None:
+        """This peer has taken a step with the mean of these ``samples``; their contributors took it, too."""
+        self.pace.on_round(samples, now=now)
+        for peer in samples:
+            record = self.others.get(peer)
+            if record is not None:
+                self.averaged = True
+                self.others[peer] = msgspec.structs.replace(
+                    record, step=self.own.step, lineage=self.own.lineage, syncing=False, told_at=swarm_now
+                )
+
+    def on_lost(self, peer: PeerId, *, swarm_now: float) -> bool:
+        """Ignore a peer until it writes a newer record; return whether it trained."""
+        trainer = self.others.pop(peer, None)
+        assistant = self.assistants.pop(peer, None)
+        if trainer is not None or assistant is not None:
+            self._lost[peer] = swarm_now + _JUST_BROKEN_S
+        return trainer is not None
+
+    def update(self, **changes: object) -> None:
+        """Change fields of the own record."""
+        before = self.own
+        self.own = msgspec.structs.replace(before, **changes)
+        if any(getattr(self.own, name) != getattr(before, name) for name in _URGENT):
+            self.urgent.set()
+
+    def advance(self, lineage: bytes, rates: Rates = ()) -> None:
+        """Move this peer one step further, after it applied a mean."""
+        step = self.own.step + 1
+        self.own = msgspec.structs.replace(self.own, step=step, lineage=lineage, rates=rates)
+        self._path[step] = lineage
+        if len(self._path) > _KEPT_STEPS:
+            del self._path[min(self._path)]
+
+    def leap(self, step: int, lineage: bytes, *, syncing: bool) -> None:
+        """Move this peer to a state that it has loaded or, ``syncing``, still needs."""
+        self.pace.begin_again()
+        self.own = msgspec.structs.replace(self.own, step=step, lineage=lineage, syncing=syncing, rates=())
+        self._path = {step: lineage}
+        self.urgent.set()
+
+    def distrust(self, peers: Iterable[PeerId], *, now: float) -> None:
+        """Ask these peers for no state, each time twice as long."""
+        for peer in peers:
+            self._distrusted.fail(peer, now)
+
+    def distrusts(self, peer: PeerId, now: float) -> bool:
+        return self._distrusted.holds(peer, now)
+
+    # What it comes to.
+
+    @property
+    def all(self) -> Mapping[PeerId, ProgressRecord]:
+        return {self.me: self.own, **self.others}
+
+    def _authorized(self, peer: PeerId) -> bool:
+        return peer in self.found and self.found[peer].role >= Role.AUTHORITY
+
+    def branch(self) -> Branch:
+        """Return the branch of the live trainers, or the own state while no other trains."""
+        own = self.own
+        states = {}
+        records = list(self.all.items())
+        for peer, record in records:
+            if not record.syncing and not record.paused:
+                states[peer] = record.step, record.lineage
+        if not states:
+            states = {peer: (record.step, record.lineage) for peer, record in records if not record.syncing}
+        if not states:
+            return Branch(own.step, own.lineage, frozenset())
+        step = branch_of(states, self._authorized)[0]
+        reached = {}
+        for peer, (there, lineage) in states.items():
+            if there == step:
+                reached[peer] = step, lineage
+            elif there > step and self._path.get(there) == lineage and step in self._path:
+                reached[peer] = step, self._path[step]
+        lineage = branch_of(reached, self._authorized)[1]
+        organizers = {self.all[peer].organizer for peer, state in reached.items() if state[1] == lineage} - {
+            b""
+        }
+        members = frozenset(
+            peer
+            for peer, record in records
+            if not record.syncing
+            and (reached.get(peer, (0, b""))[1] == lineage or record.organizer in organizers)
+        )
+        return Branch(step, lineage, members)
+
+    @property
+    def behind(self) -> bool:
+        """True if this peer is on another path than the branch, or two steps or more behind it.
+
+        One step ahead of the others it waits, and one step behind them it is in their round.
+        """
+        branch = self.branch()
+        if self.own.step < branch.step - 1:
+            return True
+        return branch.step in self._path and self._path[branch.step] != branch.lineage
+
+    def organizers(self, own: Contact) -> list[Contact]:
+        """Return who may organize, the best first: at whom the branch stands, else by the time of joining."""
+        branch = self.branch().peers
+        named = Counter(self.all[peer].organizer for peer in branch - {self.me})
+        named.pop(PeerId(b""), None)
+        contacts = {peer: Contact(peer, record.addresses) for peer, record in self.others.items()}
+        contacts |= {peer: Contact(peer, record.addresses) for peer, record in self.assistants.items()}
+        contacts[self.me] = own
+        trainers = sorted(self.all, key=lambda peer: (peer not in branch, self.all[peer].joined_at, peer))
+        order = [peer for peer, _ in named.most_common()]
+        order += [peer for peer in trainers if contacts[peer].addresses]
+        order += sorted(self.assistants)
+        order += [self.me]
+        return [contacts[peer] for peer in dict.fromkeys(order) if peer in contacts]
+
+    @property
+    def other_organizers(self) -> set[PeerId]:
+        """At whom the others stand, where that is not this peer."""
+        return {record.organizer for record in self.others.values() if record.organizer} - {self.me}
+
+    def disagreement(self) -> str:
+        """Return the settings in which this peer differs from most peers on the branch, or nothing.
+
+        Once it has averaged with others, no record can tell it that it is wrong.
+        """
+        own = self.own
+        if self.averaged or not own.agreement:
+            return ""
+        branch = sorted(self.branch().peers)
+        votes = Counter[object]()
+        for peer in branch:
+            if self.all[peer].agreement:
+                votes[self.all[peer].agreement] += len(branch) if self._authorized(peer) else 1
+        if not votes:
+            return ""
+        agreement = max(votes, key=lambda choice: votes[choice])
+        return differing(agreement, own.agreement)  # type: ignore[arg-type]
+
+    @property
+    def min_peers(self) -> int:
+        """How many peers must train before the first step: as the run's authority asks for, or the first to join.
+
+        That is by its own account, so one that asks for fewer need not wait for more: whoever organizes heeds it.
+        """
+        records = self.all.values()
+        authorities = [self.all[peer] for peer in self.all if self._authorized(peer)]
+        first = min(authorities or records, key=lambda record: record.joined_at)
+        return min(record.min_peers or first.min_peers or 1 for record in records)
+
+    @property
+    def training(self) -> list[str]:
+        """The names of the peers that train now, this one included."""
+        return [self.own.name, *sorted(record.name for record in self.others.values() if record.computes)]
+
+    @property
+    def there(self) -> dict[PeerId, ProgressRecord]:
+        """The records of the peers that train now, its own included. Thread-safe."""
+        return {peer: record for peer, record in list(self.all.items()) if record.computes}
+
+    def live(self, linked: Collection[PeerId]) -> set[PeerId]:
+        """Return the other trainers whose link is up."""
+        return {peer for peer, record in self.others.items() if record.computes and peer in linked}
+
+    # For people.
+
+    def samples_per_s(self) -> float:
+        """Return the speed of all peers together, by what each computes alone."""
+        return sum(record.samples_per_s for record in self.there.values())
+
+    @property
+    def step_s(self) -> float:
+        """Seconds in which all peers together compute a whole round's samples."""
+        speed = self.samples_per_s()
+        return self.round_samples / speed if speed else math.inf
+
+    def samples(self, now: float) -> float:
+        """Return the samples that all peers together have computed since the last round, about."""
+        return min(self.pace.since_round_s(now) * self.samples_per_s(), self.round_samples)
+
+    def seconds_to_batch(self, now: float) -> float:
+        """Return when the batch will be full, about; infinite while no speed is known."""
+        speed = self.samples_per_s()
+        return max(0.0, self.round_samples - self.samples(now)) / speed if speed else math.inf
