@@ -198,7 +198,7 @@ class Batch:
     @property
     def full(self) -> bool:
         """The tickets together have the batch, or what they have is all: who computes on does so for the next step."""
-        if self.ready_samples >= self.target:
+        if self.ready_samples >= self.target > 0:
             return True
         reports = [one.report for one in self.participants.values() if one.ready and one.report is not None]
         computes = any(one.able for one in self.participants.values())

@@ -359,6 +359,7 @@ class Rendezvous:
                     self._send(peer, News(formation.key, granted))
                 if action.group is not None:
                     self._announce(formation, action.group)
+                    await asyncio.sleep(0)
                     continue
                 await wait_until(min(action.look_at, now + _LOOK_S), self._changed)
         finally:

@@ -132,6 +132,8 @@ class Comparison:
                     "its parameters were changed outside optimizer.step(), as model.load_state_dict() after "
                     "swarm.optimizer(…) does"
                 )
+            # Whoever gave it may show another one: ask others first.
+            self._view.distrust(donors, now=now)
             text = f"left that of the others, by {gap:.2%} of its norm: {cause}. Theirs is loaded."
             self._events.emit(Fault(now, "this peer's state", text))
             if verdict is Verdict.AGAIN:

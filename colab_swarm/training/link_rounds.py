@@ -391,7 +391,8 @@ class LinkRounds(Rounds):
         if result.kept_local:
             self._needs_state = True
             return
-        self._means[group.terms.key] = Mean(vector, result.digest, group.unused, group.loss)
+        samples = sum(result.samples.values())
+        self._means[group.terms.key] = Mean(vector, result.digest, group.unused, group.loss, samples=samples)
         while len(self._means) > max(1, _MAX_REPLAY_BYTES // (4 * self.model.numel)):
             del self._means[min(self._means)]
         own = self.view.own

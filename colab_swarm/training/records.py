@@ -76,6 +76,7 @@ class Mean:
         digest: of these as they came, equal at all peers that apply them.
         unused: the bits of the tensors for which nobody had a gradient.
         loss: the swarm's; None: nobody sent one.
+        samples: that others computed, of a step that this peer only follows.
         ends_chain: the digest stands for all steps before this one, too, and is the lineage after it.
     """
 
@@ -84,6 +85,7 @@ class Mean:
     unused: bytes = b""
     loss: float | None = None
     ends_chain: bool = False
+    samples: float = 0.0
 
     def lineage_after(self, lineage: bytes) -> bytes:
         """Return the lineage of the parameters after this step, from theirs before it."""

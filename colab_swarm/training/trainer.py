@@ -375,6 +375,8 @@ class Trainer:
                 with self._replica.lock:
                     self._replica.apply(mean)
                     taken.append(self._replica.evidence.of_step(self._replica.step, self._replica.lineage))
+                event = StepFinished(self._runtime.time(), self._replica.step, mean.samples, mean.loss)
+                self._services.events.emit(event)
             self._gathered.forget()
             self._local_steps = 0
             self._rounds.share.counted = 0.0

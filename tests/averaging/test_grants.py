@@ -196,3 +196,7 @@ def test_tickets_of_peers_that_compute_on_are_a_batch_when_nobody_is_left() -> N
     assert batch.full
     batch.on_report(PeerId(b"\1"), StepReport(0, b"", 4.0, 32.0, 4.0, 0.1), 0.0)
     assert not batch.full
+
+
+def test_an_assistant_forms_no_group_before_a_trainer_says_what_a_batch_is() -> None:
+    assert not Batch(0.0, b"", Patience[PeerId](60.0), 0.0).full

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 
 import colab_swarm as cs
+from colab_swarm.events import StepFinished
 from colab_swarm.swarm.swarm import Swarm
 from tests.training.toy import join_training, model, take, wait_for_peers
 
@@ -43,5 +44,10 @@ def train_beside_idle_peers(swarm: Swarm, active: str, pauses: bool) -> tuple[in
 def test_a_trainer_advances_beside_idle_peers_which_catch_up_later(active: str, pauses: bool) -> None:
     with cs.simulate(3, network="lan", seed=0, samples_per_s=4.0) as sim:
         ended = sim.run(lambda swarm: train_beside_idle_peers(swarm, active, pauses), seconds=900)
+        steps = {
+            name: [one.step for one in swarm.events.recent(StepFinished)]
+            for name, swarm in sim.swarms.items()
+        }
     assert len({lineage for _, lineage, _ in ended.values()}) == 1 and ended[active][2]
+    assert pauses or all(taken == [*range(1, LAST + 1)] for taken in steps.values())
     assert ended[active][0] > 30  # at 4 s a step alone, after two minutes in which the others were waited for
