@@ -15,13 +15,11 @@ from colab_swarm.tensors.vector import Vector
 from colab_swarm.training.sketch import StateSketch
 
 LINEAGE_BYTES = 16
-PLAUSIBLE = 8.0  # times the median time or speed: more is not believed
 Figure = Annotated[float, msgspec.Meta(ge=0, lt=1e12)]
 MAX_PAIR_TEXT = 100
 _Text = Annotated[str, msgspec.Meta(max_length=MAX_PAIR_TEXT)]
 MOST_MIN_PEERS = 256
 _FewPeers = Annotated[int, msgspec.Meta(ge=0, le=MOST_MIN_PEERS)]
-STEPS_BEHIND = 2  # of a peer that is there: one that was stopped stays further behind
 MAX_RATES = 8
 Rates = Annotated[tuple[float, ...], msgspec.Meta(max_length=MAX_RATES)]
 Agreement = Annotated[tuple[tuple[_Text, _Text], ...], msgspec.Meta(max_length=16)]

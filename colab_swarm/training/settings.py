@@ -27,9 +27,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-HEAVIEST = 16.0  # most median contributions that a trainer counts for in a round
 _MAX_LOCAL_STEPS = 1000
-ROUND_TIMEOUT_S = 180.0  # bound on matchmaking and averaging of one round together
 
 
 def most_state_bytes(numel: int) -> int:
