@@ -127,7 +127,7 @@ class Rendezvous:
             await end_tasks(task)
 
     def tell(self) -> None:
-        """StepReport the share now."""
+        """Report the share now."""
         self._report_due.set()
 
     def move(self, organizer: Contact) -> None:
@@ -259,7 +259,7 @@ class Rendezvous:
         return self.group is None or news.group is None or self.group.organizer == stream.peer
 
     async def _send_reports(self, send: Callable[[StepReport], Awaitable[None]]) -> None:
-        """StepReport the share when it has changed, and each second while this peer computes."""
+        """Report the share when it has changed, and each second while this peer computes."""
         while True:
             self._report_due.clear()
             report = self.share.report(loop_now())

@@ -55,10 +55,10 @@ find the others by it.
 
 ## Times
 
-A peer publishes a record every 2 s at first, and every 30 s in a run; it is forgotten after four times as long. It
-reports to the organizer each second while it computes. A peer whose count stands still for longer than it has shown
-(5 s while nothing is known) is not awaited. Averaging takes 120 s at most or, over slow lines, three times its
-forecast.
+A peer publishes a record every 2 s at first, then every half second for each peer, from 2 to 30 s; it is forgotten
+after four times as long, a minute at least. It reports to the organizer each second while it computes. A peer whose
+count stands still for longer than it has shown (5 s while nothing is known) is not awaited. Averaging takes 120 s at
+most or, over slow lines, three times its forecast.
 
 ## Failures
 

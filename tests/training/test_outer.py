@@ -190,7 +190,7 @@ class Straight:
         round), and with the other sign in the residual, so in the next mean.
         """
         allowed = EXACT + 2 * self.ties
-        assert np.mean(self.ties > 0) < 0.2, "too many values are at a tie: this compares little"
+        assert np.mean(self.ties > 0) < 0.15, "too many values are at a tie: this compares little"
         difference = np.abs(theta - self.theta)
         assert (difference <= allowed).all(), f"{difference.max()} at {difference.argmax()}"
         self.theta = theta
@@ -226,7 +226,7 @@ def test_combinations_equal_the_published_algorithm(
 ) -> None:
     told: dict[str, Told] = defaultdict(Told)
     settings = {"compression": codec, "error_feedback": feedback, "overlap": delayed}
-    with cs.simulate(count, network="lan", seed=0, samples_per_s=2.0) as sim:
+    with cs.simulate(count, network="lan", seed=1, samples_per_s=2.0) as sim:
         results = sim.run(lambda swarm: train(swarm, count, told, **settings))
         names = {bytes(swarm.id): name for name, swarm in sim.swarms.items()}
     straight = Straight(list(results), codec, feedback, delayed)
