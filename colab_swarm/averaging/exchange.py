@@ -498,14 +498,17 @@ class Round:
 
     def _is_late(self, member: int, begins_at: float, now: float, *, times: float = 1.0) -> bool:
         """Return True, and note it, if a wait for a member has exceeded its limit and what the lines need."""
-        # The group may come to a member over anybody's slow line.
-        slow_s = max(allowance_s(self.peers, self.id_of(other)) for other in self.others)
         heard_at = self.lateness.heard_at[member]
         limit_s = times * self.lateness.limit_s(member)
         if heard_at > self.lateness.since:
             # It has begun: a chunk may take long over a slow line.
             limit_s = max(limit_s, self._forecast_s)
-        if member in self.lateness.left_out or now < max(begins_at, heard_at) + limit_s + slow_s:
+        late_at = max(begins_at, heard_at) + limit_s
+        if member in self.lateness.left_out or now < late_at:
+            return False
+        # The group may come to a member over anybody's slow line.
+        slow_s = max(allowance_s(self.peers, self.id_of(other)) for other in self.others)
+        if now < late_at + slow_s:
             return False
         self.lateness.on_late(member, now)
         return True

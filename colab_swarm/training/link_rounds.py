@@ -41,9 +41,9 @@ from colab_swarm.training.state import StateSharing
 logger = logging.getLogger(__name__)
 
 _MAX_REPLAY_BYTES = 1 << 30  # for the means of rounds that this peer has not applied yet
-_FIRST_RECORDS_S = 2.0  # between two readings of the records by a peer that waits for others
-_RECORDS_S = 30.0  # at most, where many train
-_RECORDS_PER_PEER_S = 0.5
+_LEAST_PERIOD_S = 2.0  # between two readings of the records
+_MOST_PERIOD_S = 30.0
+_PERIOD_PER_PEER_S = 1.0  # so what a peer reads does not grow with the swarm
 _LEAST_TTL_S = 60.0
 _GONE_S = 0.5  # a record that expires at once
 _TELL_S = 2.0  # of a wait for peers, before a word on it
@@ -118,9 +118,7 @@ class LinkRounds(Rounds):
             self._news.set()
 
     def _period_s(self) -> float:
-        if self._rendezvous.group is None:
-            return _FIRST_RECORDS_S
-        return min(max(_RECORDS_PER_PEER_S * len(self.view.all), _FIRST_RECORDS_S), _RECORDS_S)
+        return min(max(_PERIOD_PER_PEER_S * len(self.view.all), _LEAST_PERIOD_S), _MOST_PERIOD_S)
 
     async def _keep_exchanging(self) -> None:
         urgent = self.view.urgent
