@@ -55,26 +55,41 @@ def order_of(group_key: bytes, peers: Iterable[PeerId]) -> list[PeerId]:
 def elect(
     tickets: Mapping[PeerId, Ticket], agree: Callable[[Ticket, Ticket], bool], first: PeerId
 ) -> tuple[Ticket | None, tuple[int, ...]]:
-    """Return the ticket whose rates and sketch most peers have, and the places of these.
+    """Return a ticket with the rates that most peers have, and with the sketch of most of these; and who has them.
 
     Of equally many, those count that show a sketch, that changed nothing by their own account, then those with
-    ``first``.
+    ``first``. ``agree`` compares the sketches of two tickets where both have one.
     """
     shown = {peer: ticket for peer, ticket in tickets.items() if ticket.weight and ticket.rates}
     if len(shown) < 2:
         return None, ()
-    same = {}
-    for peer, ticket in shown.items():
-        same[peer] = [other for other, theirs in shown.items() if agree(ticket, theirs)]
 
-    def rank(peer: PeerId) -> tuple[object, ...]:
-        ticket = shown[peer]
-        return -len(same[peer]), not ticket.sketch, ticket.changed, first not in same[peer], peer
+    def rank(peers: list[PeerId]) -> tuple[object, ...]:
+        has_sketch = any(shown[peer].sketch for peer in peers)
+        is_changed = all(shown[peer].changed for peer in peers)
+        return -len(peers), not has_sketch, is_changed, first not in peers, min(peers)
 
-    best = min(shown, key=rank)
+    bare = {peer: msgspec.structs.replace(ticket, sketch=()) for peer, ticket in shown.items()}
+    best = min(_alike(bare, agree), key=rank)
+    sketched = {peer: shown[peer] for peer in best if shown[peer].sketch}
+    if sketched:
+        best = min(_alike(sketched, agree), key=rank)
+    witness = min(best, key=lambda peer: (shown[peer].changed, peer))
     order = list(tickets)
-    witness = msgspec.structs.replace(shown[best], unused=b"")
-    return witness, tuple(order.index(peer) for peer in same[best])
+    return msgspec.structs.replace(shown[witness], unused=b""), tuple(map(order.index, best))
+
+
+def _alike(tickets: Mapping[PeerId, Ticket], agree: Callable[[Ticket, Ticket], bool]) -> list[list[PeerId]]:
+    """Sort peers by whose tickets agree."""
+    classes: list[list[PeerId]] = []
+    for peer, ticket in tickets.items():
+        for peers in classes:
+            if agree(tickets[peers[0]], ticket):
+                peers.append(peer)
+                break
+        else:
+            classes.append([peer])
+    return classes
 
 
 def holders_of(group: Group) -> set[PeerId]:

@@ -202,7 +202,8 @@ class BucketRounds(Rounds):
         self.services.averager.on_round(outcome.result)
         if closed.after.round % STATE_ROUNDS == 0:
             snapshot = None
-            if closed.manifest.member == self.services.peers.id:
+            is_confirmed = self.comparison.confirmed or len(closed.contributions) == 1
+            if closed.manifest.member == self.services.peers.id and is_confirmed:
                 with suppress(StateError):  # the next writer saves the next one
                     snapshot = await asyncio.to_thread(self.model.snapshot)
             self._saving = self._tasks.spawn(self._save(closed.after, snapshot))

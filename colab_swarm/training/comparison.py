@@ -52,6 +52,11 @@ class Comparison:
         self._sketch: StateSketch | None = None  # of the last step that had one
         self._refusal = ""
 
+    @property
+    def confirmed(self) -> bool:
+        """True if this peer's state came from nobody, or was compared with the others' since then."""
+        return not self._check.donors
+
     def check(self) -> None:
         """Raise `MismatchError` if this peer must not train on."""
         require(not self._refusal, self._refusal, MismatchError)
@@ -59,7 +64,7 @@ class Comparison:
     def on_sketch(self, sketch: StateSketch | None) -> None:
         """Take the sketch of the state after a step, if there is one."""
         self._sketch = sketch
-        if sketch is not None and not self._check.donors:
+        if sketch is not None and self.confirmed:
             self._view.update(sketch=sketch)
 
     def on_loaded(self, donors: tuple[PeerId, ...]) -> None:
@@ -71,7 +76,7 @@ class Comparison:
     def shown(self, rates: Rates, step: int) -> tuple[Rates, tuple[float, ...]]:
         """Return the rates and, each `SKETCH_STEPS` steps, the sketch for the ticket of a step."""
         sketch = self._sketch
-        if step % SKETCH_STEPS or sketch is None or sketch.step != step or self._check.donors:
+        if step % SKETCH_STEPS or sketch is None or sketch.step != step or not self.confirmed:
             return rates, ()
         return rates, sketch.values
 
@@ -106,7 +111,12 @@ class Comparison:
             return
         sketch = sketch_of(witness)
         own_sketch = self._sketch
-        if sketch is None or own_sketch is None or not sketch.is_of_step(own_sketch):
+        if own_sketch is None:
+            return
+        if sketch is None and own_sketch.step == witness.terms.step:
+            # Nobody is a witness: all have their states from others, and begin anew.
+            self._check.on_loaded(())
+        if sketch is None or not sketch.is_of_step(own_sketch):
             return
         corrects = self.moved_bytes >= self._drift_bytes
         verdict = self._check.judge(own_sketch, sketch, agreeing, corrects=corrects)
@@ -124,7 +134,6 @@ class Comparison:
             names = ", ".join(map(short, donors))
             text = f"is not what most peers hold, since {names} gave it: it is loaded again, from others"
             self._events.emit(Fault(now, "this peer's state", text))
-            self._view.distrust(donors, now=now)
         else:
             cause = "its learning rates, its optimizer or its data type may differ"
             if self._view.own.changed:
@@ -132,11 +141,12 @@ class Comparison:
                     "its parameters were changed outside optimizer.step(), as model.load_state_dict() after "
                     "swarm.optimizer(…) does"
                 )
-            # Whoever gave it may show another one: ask others first.
-            self._view.distrust(donors, now=now)
             text = f"left that of the others, by {gap:.2%} of its norm: {cause}. Theirs is loaded."
             self._events.emit(Fault(now, "this peer's state", text))
             if verdict is Verdict.AGAIN:
                 self._refusal = f"this peer's state {text} For the second time, so it trains no more here"
+        if verdict is not Verdict.DRIFTS:
+            # Whoever gave it may show another one: others are asked first.
+            self._view.distrust(donors, now=now)
         self._view.update(syncing=True)
         self.deviant = True

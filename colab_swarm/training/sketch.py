@@ -75,7 +75,7 @@ class StateCheck:
         self.donors: tuple[PeerId, ...] = ()  # of a loaded state, until most others confirm it
         self._tolerance = tolerance
         self._moved = False  # whether its own steps have moved its state once
-        self._reloaded = False  # whether the present state replaces one that its donors gave falsely
+        self._false: set[PeerId] = set()  # who gave states that were not confirmed, since one was
 
     def on_loaded(self, donors: tuple[PeerId, ...]) -> None:
         self.donors = donors
@@ -91,11 +91,14 @@ class StateCheck:
         gap = own.distance(theirs)
         if gap <= self._tolerance:
             self.donors = ()
-            self._reloaded = False
+            self._false.clear()
             drifts = gap > _DRIFT * self._tolerance and (corrects or gap > _URGENT * self._tolerance)
             return Verdict.DRIFTS if drifts else None
-        if self.donors and not self._reloaded and not set(self.donors).intersection(agreeing):
-            self._reloaded = True
+        donors = set(self.donors)
+        # Where states of other donors come to the same, this peer is the cause.
+        is_other_cause = not self._false or donors <= self._false
+        if donors and is_other_cause and not donors.intersection(agreeing):
+            self._false |= donors
             return Verdict.FALSE
         moved = self._moved
         self._moved = True

@@ -225,8 +225,8 @@ def test_a_late_joiner_that_got_a_false_state_of_the_true_rounds_finds_out(
     monkeypatch.setattr("tests.attacks.bucket.ATTACK_S", 1500.0)
     outcome = run(false_states_of_this_run, late="zoe")
     received = [event for event in outcome.events["zoe"] if isinstance(event, StateReceived)]
-    assert len(received) == 2, "a false one, then a true one"
-    assert received[0].donors == (outcome.mallory,) and received[1].donors != (outcome.mallory,)
+    givers = [event.donors == (outcome.mallory,) for event in received]
+    assert givers[0] and not givers[-1], "a false one first, and a true one as soon as there is one"
     assert outcome.losses["zoe"][-1] == outcome.losses["alice"][-1]
     assert all(len(lineages) == 1 for lineages in outcome.lineages.values())
 

@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from colab_swarm.averaging import group as groups
+from colab_swarm.averaging.forming import elect
 from colab_swarm.averaging.group import GroupMember, Span, plan_spans
 from colab_swarm.net.peers import MAX_PAYLOAD_BYTES, PeerId
 from colab_swarm.tensors.codecs import CODECS, codec_of
@@ -113,3 +114,38 @@ def test_a_members_loss_is_a_part_of_its_offer() -> None:
     member = GroupMember(ALICE, (), 1.0, 1.0, *groups.offer_of(ticket))
     assert member.loss == 0.5 and groups.offer_of(member) == groups.offer_of(ticket)
     assert groups.offer_of(msgspec.structs.replace(member, loss=0.6)) != groups.offer_of(ticket)
+
+
+SAME, OTHER, NONE = (1.0,), (2.0,), ()
+
+
+@pytest.mark.parametrize(
+    ("rates", "sketches", "changed", "expected"),
+    [
+        ([0.1, 0.1, 0.1], [SAME, SAME, OTHER], [], (0, 1)),
+        # Joiners agree with everybody, and hide nobody.
+        ([0.1] * 5, [SAME, SAME, OTHER, NONE, NONE], [], (0, 1)),
+        # Most rates count, whoever has a sketch.
+        ([0.2, 0.1, 0.1], [SAME, NONE, NONE], [], (1, 2)),
+        # One of two: who changed nothing, else the first.
+        ([0.1, 0.1], [OTHER, SAME], [0], (1,)),
+        ([0.1, 0.1], [OTHER, SAME], [], (0,)),
+    ],
+)
+def test_most_rates_and_then_most_sketches_are_the_witness(
+    rates: list[float],
+    sketches: list[tuple[float, ...]],
+    changed: list[int],
+    expected: tuple[int, ...],
+) -> None:
+    tickets = {}
+    for place, (rate, sketch) in enumerate(zip(rates, sketches, strict=True)):
+        ticket = groups.Ticket(TERMS, 1.0, rates=(rate,), sketch=sketch, changed=place in changed)
+        tickets[PeerId(bytes([place]) * 32)] = ticket
+
+    def agree(one: groups.Ticket, other: groups.Ticket) -> bool:
+        return one.rates == other.rates and (not one.sketch or not other.sketch or one.sketch == other.sketch)
+
+    witness, agreeing = elect(tickets, agree, min(tickets))
+    assert agreeing == expected
+    assert witness == list(tickets.values())[expected[0]]
