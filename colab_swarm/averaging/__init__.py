@@ -57,7 +57,8 @@ counted contribution ends it. Where more than half of the members are late, nobo
 is the likely cause; nor where this process was stopped.
 
 A round takes 120 s at most, or three times its forecast, recovery included. Dialling a member takes 3 s at most. An
-organizer that says nothing for 5 s is asked whether it is there, and has 3 s for the answer.
+organizer of which no byte came for 5 s is asked whether it is there, and has 3 s for the answer. Nobody's count of
+samples is late while its round, or the organizer's own, is not over.
 
 ## Failures
 
@@ -85,10 +86,10 @@ of a reducer's mean (`colab_swarm.trust`).
 ## Several groups: Moshpit averaging
 
 `colab_swarm.averaging.moshpit` averages a vector among all peers that call at about the same time.
-It closes 5 s after the first caller; peers that met before wait only for each other. Many peers, or
-unreliable ones, are arranged on a grid and average along one axis after the other. After one round
-per axis all have the exact mean, and a failed peer costs only its own line. Codecs without error
-feedback lose values for good here.
+It closes 5 s after the first caller; peers that met before, or that came too late, wait only for
+each other. Many peers, or unreliable ones, are arranged on a grid and average along one axis after
+the other. After one round per axis all have the exact mean, and a failed peer costs only its own
+line. Codecs without error feedback lose values for good here.
 
 In training a round is one group, because all its peers must end with the same bits.
 

@@ -29,7 +29,6 @@ logger = logging.getLogger(__name__)
 WINDOW_S = 5.0  # from the first ticket of a meeting until it closes
 _TELL_S = 5.0  # between two records of a peer that waits
 _TTL_S = 30.0
-_GONE_S = 0.5  # a record that expires at once
 _READ_S = 0.25  # between two readings of the records
 
 
@@ -118,7 +117,9 @@ class Assembly:
         self.waiting: dict[PeerId, WaitingPeer] = {}
         self._others: dict[PeerId, float] = {}  # peers with other terms: when they wrote first
         self._known = asyncio.Event()  # the records have been read
-        self._before: frozenset[PeerId] = frozenset()  # members of the last meeting
+        self._seen: set[PeerId] = set()  # peers that have met on the same terms since the last meeting here
+        self._ended_at = -math.inf  # that meeting, in swarm time
+        self._before: frozenset[PeerId] = frozenset()  # members of the last meeting, and who else was seen
         self._telling: asyncio.Task[None] | None = None  # that this peer waits no longer
 
     def close(self) -> None:
@@ -141,14 +142,17 @@ class Assembly:
             while True:
                 group = await self._gather(weight, watching)
                 if group.index_of(self._peers.id) is not None:
-                    self._before = frozenset(member.id for member in group.members)
+                    # Who came late is awaited the next time.
+                    self._before = frozenset(self._seen.union(member.id for member in group.members))
+                    self._seen = set()
+                    self._ended_at = self._peers.time()
                     return group
                 if self._size is not None:
                     raise RoundRefused("late", f"{self._size} other peers have met")
         finally:
             watching.cancel()
             self._own = msgspec.structs.replace(self._own, since=math.inf)
-            self._telling = asyncio.create_task(self._tell(_GONE_S))
+            self._telling = asyncio.create_task(self._tell(_TTL_S))
 
     async def _gather(self, weight: float, watching: asyncio.Task[None]) -> Group:
         """Return the next group that forms, with this peer or without it."""
@@ -207,6 +211,8 @@ class Assembly:
         self.waiting = {}
         for peer, record in records.items():
             if record.terms == self._own.terms:
+                if record.told_at > self._ended_at:
+                    self._seen.add(peer)
                 if math.isfinite(record.since):
                     self.waiting[peer] = record
             # Its first record may be a leftover.

@@ -206,8 +206,15 @@ class Formation:
         if problem:
             return problem
         self.batch.on_report(peer, report, now)
+        if report.averages:
+            # What a slow line sends is not heard in an exchange; that is not over before the own part is.
+            self.batch.excuse(self._before if peer == self._me else {peer}, now)
         self._judge()
         return ""
+
+    def on_slept(self, now: float) -> None:
+        """Blame nobody for what was not heard: this process was stopped."""
+        self.batch.excuse(self.batch.participants, now)
 
     def on_lost(self, peer: PeerId) -> None:
         """Forget a peer whose stream has ended."""
@@ -227,9 +234,10 @@ class Formation:
         """Step and lineage of the state that counts; None: nobody here has one."""
         states = {}
         for peer, one in self.batch.participants.items():
-            if one.report is None or one.report.step < 0 or self._averages(one) or self._follows(one.report):
+            report = one.report
+            if report is None or report.step < 0 or self._averages(peer, report) or self._follows(report):
                 continue
-            states[peer] = one.report.step, one.report.lineage
+            states[peer] = report.step, report.lineage
         if not states:
             return None
         return branch_of(states, self._organized)
@@ -239,12 +247,10 @@ class Formation:
         """Those that hold the state that counts."""
         return [one for one in self.batch.participants.values() if one.holds and one.report]
 
-    def _averages(self, one: Participant) -> bool:
+    def _averages(self, peer: PeerId, report: StepReport) -> bool:
         """Return True if a member of the last group still has the state before it: its round is not over."""
-        report = one.report
-        if report is None or report.ticket is not None or one.peer not in self._before:
-            return False
-        return (report.step, report.lineage) == self._before_state
+        state = report.step, report.lineage
+        return report.ticket is None and peer in self._before and state == self._before_state
 
     def _follows(self, report: StepReport) -> bool:
         """Return True if a peer keeps the means for a trainer that is idle, and holds an older state of this path."""
@@ -258,10 +264,10 @@ class Formation:
     def _judge(self) -> None:
         """Set who holds the state that counts."""
         branch = self.branch
-        for one in self.batch.participants.values():
+        for peer, one in self.batch.participants.items():
             if one.report is not None:
                 state = one.report.step, one.report.lineage
-                one.holds = state == branch or self._averages(one)
+                one.holds = state == branch or self._averages(peer, one.report)
 
     # What comes of it.
 

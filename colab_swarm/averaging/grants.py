@@ -11,7 +11,7 @@ would else take half as long again, and what is taken back is given on once its 
 import hashlib
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -150,7 +150,7 @@ class Batch:
         self.patience = patience
         self.participants: dict[PeerId, Participant] = {}
         self.begun_at = now
-        self.late: dict[PeerId, float] = {}  # who was, and for how long it was awaited
+        self._late: dict[PeerId, float] = {}  # who was, and for how long it was awaited
         self._replanned_at = -math.inf
 
     def on_report(self, peer: PeerId, report: StepReport, now: float) -> None:
@@ -176,6 +176,13 @@ class Batch:
         one.begun_at = now - report.age_s
         one.obeys = report.granted
         one.report = report
+
+    def excuse(self, peers: Iterable[PeerId], now: float) -> None:
+        """Let the counts of these peers stand still until now: their round is not over, or this peer slept."""
+        for peer in peers:
+            one = self.participants.get(peer)
+            if one is not None:
+                one.late_at = max(one.late_at, now + self.limit_s(one))
 
     def on_lost(self, peer: PeerId) -> None:
         """Forget a peer whose stream has ended; the others compute its part."""
@@ -209,6 +216,11 @@ class Batch:
         times = [one.late_at for one in self.awaited(now) if not one.ready]
         return min(times, default=math.inf)
 
+    @property
+    def late(self) -> dict[PeerId, float]:
+        """Who was late, and for how long it was awaited; nobody where most were, as all may evaluate at once."""
+        return self._late if 2 * len(self._late) <= len(self.participants) else {}
+
     # The plan.
 
     def next_grants(self, now: float) -> dict[PeerId, float]:
@@ -232,7 +244,7 @@ class Batch:
         for one in self.participants.values():
             if one.peer not in awaited and one.granted > one.counted:
                 if one.able:
-                    self.late[one.peer] = self.limit_s(one)
+                    self._late[one.peer] = self.limit_s(one)
                 one.granted = one.counted
                 changed[one.peer] = one.granted
         return changed

@@ -271,6 +271,7 @@ class StepReport(Message, frozen=True):
         False  # it computes nothing for now: paused, without data, or in the step of another optimizer
     )
     final: bool = False  # it computes on, but for the next step
+    averages: bool = False  # the round of its last contribution is not over
     ticket: Ticket | None = None  # it has computed what was granted
     key: _Digest = b""  # id of its last group
 

@@ -33,6 +33,7 @@ _LOOK_IN_MEETING_S = 0.25
 _PAUSE_S = 0.1  # between two organizers
 _GONE_S = 15.0  # an organizer that failed is not asked, at first
 _KEPT_GROUPS = 4
+_AWAKE_S = 1.0  # a timer of a running process is not so late
 
 
 class Neighbourhood(Protocol):
@@ -238,11 +239,17 @@ class Rendezvous:
             async with asyncio.timeout(_SILENCE_S):
                 news, _ = await stream.receive(News)
         except TimeoutError:
+            # Bytes show that it lives: an answer may take long where a line is busy with a round.
+            asked_at = loop_now()
+            if asked_at - self._peers.read_at(stream.peer) < _SILENCE_S:
+                return True
             # It may have nothing to say, or be frozen.
             ask = Whereabouts(self._prefix, self.key)
             try:
                 news = await self._peers.call(stream.peer, ask, News, timeout_s=_ANSWER_S)
             except PeerError:
+                if self._peers.read_at(stream.peer) > asked_at:
+                    return True
                 waited_s = _SILENCE_S + _ANSWER_S
                 self._events.emit(Waited(loop_now(), stream.peer.hex(), "the organizer's answer", waited_s))
                 # It may have told the group of a meeting meanwhile, and gone.
@@ -268,7 +275,7 @@ class Rendezvous:
 
     def _computes(self) -> bool:
         share = self.share
-        return share.ticket is None and not share.away and share.granted > 0
+        return share.averages or (share.ticket is None and not share.away and share.granted > 0)
 
     def _on_news(self, news: News) -> None:
         """Raises ValueError if no honest organizer says it, RoundRefused if the group has too few members."""
@@ -361,7 +368,10 @@ class Rendezvous:
                     self._announce(formation, action.group)
                     await asyncio.sleep(0)
                     continue
-                await wait_until(min(action.look_at, now + _LOOK_S), self._changed)
+                look_at = max(now, min(action.look_at, now + _LOOK_S))
+                await wait_until(look_at, self._changed)
+                if loop_now() > look_at + _AWAKE_S:
+                    formation.on_slept(loop_now())
         finally:
             self.formation = None
             await end_tasks(asking, reports)

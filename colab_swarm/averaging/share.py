@@ -19,6 +19,7 @@ class Share:
         granted, counted: samples of the present step.
         away: it computes nothing for now.
         final: the ticket stands, and it computes for the next step.
+        averages: the round of its last contribution is not over.
         ticket: it has computed what was granted, and waits for the group.
         assistant: it trains nothing, and offers this.
     """
@@ -30,6 +31,7 @@ class Share:
         self.counted = 0.0
         self.away = False
         self.final = False
+        self.averages = False
         self.ticket: Ticket | None = None
         self.assistant: Ticket | None = None
         self._samples = 0.0
@@ -123,5 +125,6 @@ class Share:
             age_s=age_s,
             away=self.away,
             final=self.final,
+            averages=self.averages,
             ticket=self.ticket,
         )

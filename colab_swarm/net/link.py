@@ -155,8 +155,6 @@ class Link:
         self._loop = asyncio.get_running_loop()
         self.opened_at = self._loop.time()
         self.used_at = self.opened_at
-        # The time at which a call last timed out.
-        self.unanswered_at = 0.0
         self.rtts_s: deque[float] = deque(maxlen=5)
         self._calls: dict[int, asyncio.Future[memoryview]] = {}
         self._streams: dict[int, Stream] = {}
@@ -205,7 +203,6 @@ class Link:
         try:
             return self.decode(reply, await answer)
         except TimeoutError:
-            self.unanswered_at = self._loop.time()
             text = f"{short(self.peer)} did not answer {type(message).__name__} in {timeout_s:.3g} s"
             raise PeerTimeout(text) from None
         finally:

@@ -133,12 +133,7 @@ class Node:
             return Role.GUEST
 
     def read_at(self, peer: PeerId) -> float:
-        latest_at = -math.inf
-        for link in self.linker.table.of(peer):
-            # A call that timed out later shows that the link no longer answers.
-            if link.carrier.read_at >= link.unanswered_at:
-                latest_at = max(latest_at, link.carrier.read_at)
-        return latest_at
+        return max((link.carrier.read_at for link in self.linker.table.of(peer)), default=-math.inf)
 
     def path_to(self, peer: PeerId) -> Path | None:
         link = self.linker.table.best(peer)

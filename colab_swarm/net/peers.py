@@ -306,7 +306,7 @@ class Peers(Protocol):
         """Peers with an open link now."""
 
     def read_at(self, peer: PeerId) -> float:
-        """Return the loop time of the last bytes from a linked peer that left no call unanswered since, or -inf."""
+        """Return the loop time of the last bytes from a peer; -inf without a link."""
 
     def way_to(self, peer: PeerId) -> str:
         """Return the type of link to a peer: ``direct``, ``LAN``, ``relayed by 1a2b3c4d``; empty without a link."""

@@ -8,6 +8,7 @@ import asyncio
 import dataclasses
 import logging
 import math
+import threading
 from collections.abc import AsyncGenerator, Collection, Sequence
 from functools import partial
 
@@ -77,6 +78,9 @@ class LinkRounds(Rounds):
         self._loaded_at = -math.inf  # a state
         self._told_of_unreachable = False
         self._steps = False  # the trainer has begun: until then this peer only follows
+        self._thread = 0  # in which the trainer computes
+        self._blocked = False  # that waits in the step of another collaboration
+        services.collaborations.append(self)
         self._news = asyncio.Event()
         self._states = StateSharing(
             services.router, settings.prefix, partial(asyncio.to_thread, model.snapshot)
@@ -104,6 +108,8 @@ class LinkRounds(Rounds):
 
     def kill(self) -> None:
         self._stop_listening()
+        if self in self.services.collaborations:
+            self.services.collaborations.remove(self)
         self._tasks.cancel()
         for task in self._following:
             task.cancel()
@@ -232,17 +238,27 @@ class LinkRounds(Rounds):
 
     def count(self, samples: float, now: float) -> None:
         super().count(samples, now)
+        self._thread = threading.get_ident()
         if self.share.nearly:
             self._loop.call_soon_threadsafe(self._rendezvous.tell)
 
     def on_gate(self) -> None:
         super().on_gate()
-        paused = self.services.gate.closed
-        if paused != self.share.away:
-            self.share.away = paused
+        self._set_away(self.services.gate.closed or self._blocked)
+
+    def _set_away(self, away: bool) -> None:
+        if away != self.share.away:
+            self.share.away = away
             self.share.work(loop_now())
             self._rendezvous.tell()
             self._news.set()
+
+    def _block_others(self, blocked: bool) -> None:
+        """Who waits in one optimizer's step computes nothing for its others: two must not wait for each other."""
+        for other in self.services.collaborations:
+            if other is not self and other._thread == self._thread:
+                other._blocked = blocked
+                other.on_gate()
 
     @property
     def behind(self) -> bool:
@@ -281,6 +297,8 @@ class LinkRounds(Rounds):
         share.final = final
         share.away = idle
         self._rendezvous.tell()
+        if not final:
+            self._block_others(True)
         tell_at = loop_now() + _TELL_S
         ready = None
         try:
@@ -298,6 +316,7 @@ class LinkRounds(Rounds):
         finally:
             share.away = self.services.gate.closed
             if ready is not Ready.CONTRIBUTE:
+                self._block_others(False)
                 share.ticket = None
                 share.final = False
                 share.returned()
@@ -333,6 +352,8 @@ class LinkRounds(Rounds):
         group = self._group
         self._group = None
         assert group is not None
+        self.share.averages = True
+        self._rendezvous.tell()
         try:
             result = await self._average(group, contribution)
         except PeerError as error:
@@ -340,6 +361,10 @@ class LinkRounds(Rounds):
             self._needs_state = True
             self.share.counted += contribution.samples  # if this peer's own state counts
             return
+        finally:
+            self.share.averages = False
+            self._rendezvous.tell()
+            self._block_others(False)
         if any(member.weight for member in result.group.members):
             mean = Mean(contribution.vector, result.digest, group.unused, group.loss)
             yield RoundOutcome(mean, result)
@@ -456,14 +481,15 @@ class LinkRounds(Rounds):
         """Return the other peers that hold the state of the branch."""
         now = loop_now()
         group = self._rendezvous.group
-        donors = set(self.view.branch().peers)
-        if group is not None:
+        branch = self.view.branch()
+        donors = set(branch.peers)
+        if not self.view.own.syncing:
+            # Who stands at the organizer of the branch may have come from another one, like this peer.
+            donors = set(branch.holders - {self.services.peers.id}) or donors
+        if group is not None and not self.view.behind:
             # Those that have left give nothing.
             donors = holders_of(group) & (self.view.others.keys() | set(self.services.peers.linked()))
         donors.discard(self.services.peers.id)
-        if not donors and self.view.behind:
-            # The last group was of this peer alone: the others have gone another way.
-            donors = set(self.view.branch().peers - {self.services.peers.id})
         trusted = {peer for peer in donors if not self.view.distrusts(peer, now)}
         return sorted(trusted or donors)
 

@@ -4,7 +4,7 @@ import functools
 import inspect
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from difflib import get_close_matches
 from enum import Enum
 from numbers import Real
@@ -24,6 +24,7 @@ from colab_swarm.training.records import MOST_MIN_PEERS
 
 if TYPE_CHECKING:
     from colab_swarm.averaging.round import Averager
+    from colab_swarm.training.link_rounds import LinkRounds
 
 T = TypeVar("T")
 
@@ -67,12 +68,17 @@ class LinkBandwidth:
 
 @dataclass(frozen=True, kw_only=True)
 class PeerServices(RunServices):
-    """The services of a peer that may train."""
+    """The services of a peer that may train.
+
+    Attributes:
+        collaborations: in which it trains over links now.
+    """
 
     router: PrefixRouter
     averager: "Averager"
     mailbox: str = ""  # address of the bucket that has the run's rounds; empty: they go over links
     pace: Callable[[float], float] | None = None  # a simulated peer's seconds for a number of samples
+    collaborations: "list[LinkRounds]" = field(default_factory=list)
 
 
 class Due(Enum):

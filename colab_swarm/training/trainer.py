@@ -19,6 +19,7 @@ from colab_swarm.dht.service import on_loop
 from colab_swarm.errors import MismatchError, StateError
 from colab_swarm.events import BatchDropped, Fault, Notice, StepFinished
 from colab_swarm.markup import count
+from colab_swarm.net.peers import PeerId, remember
 from colab_swarm.runtime import Runner, uninterrupted
 from colab_swarm.tensors.chunks import Snapshot
 from colab_swarm.training.gradients import Gradients
@@ -33,6 +34,7 @@ logger = logging.getLogger(__name__)
 
 _LOOK_S = 10.0  # how often a waiting trainer checks whether this peer is to leave
 _END_S = 60.0  # for a round that was interrupted
+_REMEMBERED_PEERS = 1024
 # Gradients in a row that are not finite: so many get the likely causes, and then one of so many a line.
 _MANY_DROPPED = 20
 _FEW_LINES = 100
@@ -69,7 +71,8 @@ class Trainer:
         self._over = over
         self.due = Due.NOTHING
         self._local_steps = 0  # since the last round
-        self._private_steps = 0  # that no other peer took part in, since the last one that one did
+        self._loaded_step = replica.step  # of the last state that came from others, or of the begin
+        self._common: dict[PeerId, int] = {}  # the last step that each of the others took with this peer
         self._told_in_row = 0  # dropped gradients in a row, at the last line on them
         self._told_of_weights = False  # since the last step, whether a word on rounds without weight was said
         # A round that runs while the trainer computes, and its contribution.
@@ -287,11 +290,10 @@ class Trainer:
 
     async def _on_applied(self, outcome: RoundOutcome, taken: StepTaken) -> None:
         samples = outcome.result.samples
-        self._private_steps += 1
-        if samples.keys() - {self._rounds.view.me}:
-            self._private_steps = 0
         await self._rounds.on_applied(outcome, taken)
         own = self._rounds.view.own
+        for peer in samples:
+            remember(self._common, peer, own.step, _REMEMBERED_PEERS)
         event = StepFinished(self._runtime.time(), own.step, sum(samples.values()), own.loss)
         self._services.events.emit(event)
 
@@ -426,14 +428,18 @@ class Trainer:
     def _catch_up(self, snapshot: Snapshot, means: Iterable[Mean]) -> None:
         lost = ""
         if not self._rounds.view.own.syncing:
-            steps = count(self._private_steps, "step")
-            lost = f"{steps} that it took alone and {self._gathered.samples:g} samples are dropped"
+            since = max(self._common.get(donor, self._loaded_step) for donor in snapshot.donors)
+            steps = count(max(0, self._replica.step - since), "step")
+            lost = (
+                f"{steps} that it took without the others and {self._gathered.samples:g} samples are dropped"
+            )
         try:
             self._replica.load_snapshot(snapshot)
             self._replica.follow(means)
             self._gathered.forget()
             self._local_steps = 0
-            self._private_steps = 0
+            self._loaded_step = self._replica.step
+            self._common = {}
             self._rounds.share.counted = 0.0
             loaded = partial(
                 self._rounds.on_loaded, self._replica.step, self._replica.lineage, snapshot.donors

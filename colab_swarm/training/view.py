@@ -42,11 +42,12 @@ _JUST_BROKEN_S = 2.0  # a record that was written so shortly before a link broke
 
 @dataclass(frozen=True)
 class Branch:
-    """The swarm's step and lineage; ``peers`` train there, as far as is known."""
+    """The swarm's step and lineage; ``peers`` train there, as far as is known, and ``holders`` have shown its state."""
 
     step: int
     lineage: bytes
     peers: frozenset[PeerId]
+    holders: frozenset[PeerId]
 
 
 class SwarmView:
@@ -196,7 +197,7 @@ class SwarmView:
         if not states:
             states = {peer: (record.step, record.lineage) for peer, record in records if not record.syncing}
         if not states:
-            return Branch(own.step, own.lineage, frozenset())
+            return Branch(own.step, own.lineage, frozenset(), frozenset())
         step = branch_of(states, self._authorized)[0]
         reached = {}
         for peer, (there, lineage) in states.items():
@@ -205,16 +206,12 @@ class SwarmView:
             elif there > step and self._path.get(there) == lineage and step in self._path:
                 reached[peer] = step, self._path[step]
         lineage = branch_of(reached, self._authorized)[1]
-        organizers = {self.all[peer].organizer for peer, state in reached.items() if state[1] == lineage} - {
-            b""
-        }
-        members = frozenset(
-            peer
-            for peer, record in records
-            if not record.syncing
-            and (reached.get(peer, (0, b""))[1] == lineage or record.organizer in organizers)
+        holders = frozenset(peer for peer, state in reached.items() if state[1] == lineage)
+        organizers = {self.all[peer].organizer for peer in holders} - {b""}
+        members = holders.union(
+            peer for peer, record in records if not record.syncing and record.organizer in organizers
         )
-        return Branch(step, lineage, members)
+        return Branch(step, lineage, members, holders)
 
     @property
     def behind(self) -> bool:

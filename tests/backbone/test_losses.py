@@ -25,7 +25,7 @@ def record(step: int, loss: float | None, *, samples: float = 8.0, speed: float 
 
 
 def branch(step: int) -> Branch:
-    return Branch(step, b"", frozenset({ALICE}))
+    return Branch(step, b"", frozenset({ALICE}), frozenset({ALICE}))
 
 
 def point(step: int) -> LossPoint:

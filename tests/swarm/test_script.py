@@ -123,7 +123,7 @@ def test_a_peer_that_was_away_says_what_it_drops() -> None:
             toy.loss_of(net, optimizer.global_step).backward()
             optimizer.step(samples=2)
             for notice in swarm.events.recent(Notice):
-                if "took alone" in notice.text:
+                if "took without the others" in notice.text:
                     notices.append(f"{swarm.name}: {notice.text}")
 
     with cs.simulate(peers=3, network="lan") as simulation:
