@@ -119,7 +119,7 @@ class Ticket(Message, frozen=True):
     loss: float | None = None  # mean of its contribution
     samples: float = 0.0  # of which it contributes the mean, for people and for the batch
     rates: Annotated[tuple[float, ...], msgspec.Meta(max_length=8)] = ()  # of learning, now and then
-    # Of its state, now and then: see `colab_swarm.training.sketch`
+    # Of its state, now and then: see `colab_swarm.training.comparison`
     sketch: Annotated[tuple[float, ...], msgspec.Meta(max_length=60)] = ()
     changed: bool = False  # its parameters changed outside a step, by its own account
 

@@ -495,7 +495,6 @@ class Keeper:
             samples=0.0,
             samples_per_s=0.0,
             syncing=False,
-            reduces=False,
             name=f"{self._name} (checkpoint)",
             addresses=self._services.peers.contact.addresses,
         )

@@ -21,10 +21,17 @@ from colab_swarm.net.peers import PeerId, short
 from colab_swarm.runtime import loop_now
 from colab_swarm.tensors.chunks import Snapshot
 from colab_swarm.tensors.vector import HostVector
-from colab_swarm.training.records import Agreement, Mean, ProgressRecord, Rates, StepTaken, differing
+from colab_swarm.training.records import (
+    Agreement,
+    Mean,
+    ProgressRecord,
+    Rates,
+    StateSketch,
+    StepTaken,
+    differing,
+)
 from colab_swarm.training.rounds import CaughtUp, Ready, RoundOutcome, Rounds, TrainedModel, other_settings
 from colab_swarm.training.settings import PeerServices, RoundInput, StepOffer, TrainingSettings
-from colab_swarm.training.sketch import StateSketch
 from colab_swarm.training.view import SwarmView
 
 STOP_S = 60.0  # for a state to be written by a peer that leaves
@@ -285,7 +292,6 @@ class LastMembers:
                 samples=seconds * speed,
                 samples_per_s=speed,
                 syncing=False,
-                reduces=False,
                 name=head.name,
                 loss=head.loss,
                 sketch=head.sketch,

@@ -24,8 +24,7 @@ from colab_swarm.net.handshake import VERSION
 from colab_swarm.net.identity import id_of
 from colab_swarm.net.membership import MAX_MEMBERSHIP_BYTES, Key, Signed
 from colab_swarm.net.peers import Buffer, Message, PeerId, decoded
-from colab_swarm.training.records import Agreement, Rates
-from colab_swarm.training.sketch import StateSketch
+from colab_swarm.training.records import Agreement, Rates, StateSketch
 
 H = TypeVar("H", bound="Statement")
 WINDOW = 2  # rounds after its own in which a contribution may still be listed

@@ -1,10 +1,15 @@
 """Compares what this peer applies, and what came of it, with the other trainers: learning rates and sketches.
 
-Rates are in each ticket, sketches in those of each tenth step. The group names the ticket that most members agree with.
+Equal lineages prove that peers received the same means, not that they hold the same parameters: a
+donor may give others under an honest lineage, and a trainer may load weights, or change a learning
+rate. So each ticket has the rates, and that of each tenth step random projections of the state, seeded by
+the lineage: nobody knows it in advance, so no state can be prepared that fits. They are
+compared with a tolerance, as processors differ by rounding. The group names the ticket that most members agree with.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from enum import Enum
 
 from colab_swarm.averaging.forming import elect
 from colab_swarm.averaging.group import Group, Ticket
@@ -12,11 +17,14 @@ from colab_swarm.errors import MismatchError, require
 from colab_swarm.events import EventLog, Fault, Notice
 from colab_swarm.net.peers import PeerId, short
 from colab_swarm.runtime import loop_now
-from colab_swarm.training.records import Rates
-from colab_swarm.training.sketch import SKETCH_STEPS, StateCheck, StateSketch, Verdict
+from colab_swarm.training.records import SKETCH_STEPS, Rates, StateSketch
 from colab_swarm.training.view import SwarmView
 
 _RATE_TOLERANCE = 1e-6  # of learning rates, relative
+_DRIFT = 1 / 200  # of the tolerance: by more, rounding has moved a state away, and it is brought back
+_URGENT = (
+    1 / 2
+)  # of the tolerance: by more, it is brought back whatever that costs, before it passes for another one
 
 
 def equal_rates(rates: Rates, others: Rates) -> bool:
@@ -29,6 +37,49 @@ def sketch_of(ticket: Ticket) -> StateSketch | None:
     if not ticket.sketch:
         return None
     return StateSketch(ticket.terms.step, ticket.terms.lineage, ticket.sketch)
+
+
+class Verdict(Enum):
+    """What the comparison of this peer's state with that of most others comes to."""
+
+    FALSE = "the donors of this peer's state gave another one"
+    MOVED = "its own steps moved it"
+    AGAIN = "its own steps moved it, for the second time"
+    DRIFTS = "rounding moved it, within the tolerance"
+
+
+class StateCheck:
+    """Compares this peer's sketches with those of most others; a pure core."""
+
+    def __init__(self, tolerance: float) -> None:
+        self.donors: tuple[PeerId, ...] = ()  # of a loaded state, until most others confirm it
+        self._tolerance = tolerance
+        self._moved = False  # whether its own steps have moved its state once
+        self._false: set[PeerId] = set()  # who gave states that were not confirmed, since one was
+
+    def judge(
+        self, own: StateSketch, theirs: StateSketch, agreeing: Collection[PeerId], *, corrects: bool = True
+    ) -> Verdict | None:
+        """Compare two sketches of one step; None: they are equal enough.
+
+        ``agreeing``: who has their state. A donor among them gave it, so this peer's own steps moved it.
+        ``corrects``: also if it drifts by little.
+        """
+        gap = own.distance(theirs)
+        if gap <= self._tolerance:
+            self.donors = ()
+            self._false.clear()
+            drifts = gap > _DRIFT * self._tolerance and (corrects or gap > _URGENT * self._tolerance)
+            return Verdict.DRIFTS if drifts else None
+        donors = set(self.donors)
+        # Where states of other donors come to the same, this peer is the cause.
+        is_other_cause = not self._false or donors <= self._false
+        if donors and is_other_cause and not donors.intersection(agreeing):
+            self._false |= donors
+            return Verdict.FALSE
+        moved = self._moved
+        self._moved = True
+        return Verdict.AGAIN if moved else Verdict.MOVED
 
 
 class Comparison:
@@ -71,7 +122,7 @@ class Comparison:
         """Compare this peer's state, which it has from the donors, before it is a witness for others."""
         self.deviant = False
         self._sketch = None
-        self._check.on_loaded(donors)
+        self._check.donors = donors
 
     def shown(self, rates: Rates, step: int) -> tuple[Rates, tuple[float, ...]]:
         """Return the rates and, each `SKETCH_STEPS` steps, the sketch for the ticket of a step."""
@@ -115,7 +166,7 @@ class Comparison:
             return
         if sketch is None and own_sketch.step == witness.terms.step:
             # Nobody is a witness: all have their states from others, and begin anew.
-            self._check.on_loaded(())
+            self._check.donors = ()
         if sketch is None or not sketch.is_of_step(own_sketch):
             return
         corrects = self.moved_bytes >= self._drift_bytes

@@ -15,8 +15,17 @@ from torch.optim import Optimizer
 
 from colab_swarm.tensors.statedict import flatten
 from colab_swarm.training.flat import reals
-from colab_swarm.training.records import LINEAGE_BYTES, MAX_RATES, Rates, StepTaken
-from colab_swarm.training.sketch import HALF_TOLERANCE, PROJECTIONS, SKETCH_STEPS, TOLERANCE, StateSketch
+from colab_swarm.training.records import (
+    HALF_TOLERANCE,
+    LINEAGE_BYTES,
+    MAX_RATES,
+    PROJECTIONS,
+    SKETCH_STEPS,
+    TOLERANCE,
+    Rates,
+    StateSketch,
+    StepTaken,
+)
 from colab_swarm.training.watch import versions_of
 
 _SIGNS = 1 << 16  # random signs of a sketch; longer tensors are cut into blocks of _SIGNS values

@@ -147,17 +147,14 @@ class LinkRounds(Rounds):
     async def _publish(self, *, ttl_s: float) -> None:
         view = self.view
         peers = self.services.peers
-        addresses = peers.contact.addresses  # a tunnel or a relay may have opened or closed
         up, down = self._bandwidth.known()
         share = self.share
         organizer = self._rendezvous.organizer
         view.update(
-            addresses=addresses,
-            reduces=bool(addresses),
+            addresses=peers.contact.addresses,  # a tunnel or a relay may have opened or closed
             upload_bps=up,
             download_bps=down,
             samples=share.counted,
-            batch_s=share.batch_s,
             samples_per_s=share.samples / share.batch_s if share.batch_s else 0.0,
             organizer=organizer.id if organizer else b"",
             told_at=peers.time(),

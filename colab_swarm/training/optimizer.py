@@ -160,7 +160,6 @@ class SwarmOptimizer(WrappedOptimizer):
             samples=0.0,
             samples_per_s=0.0,
             syncing=syncing,
-            reduces=False,
             name=name,
             agreement=self._agreement,
             rates=replica.evidence.rates,

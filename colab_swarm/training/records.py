@@ -1,10 +1,12 @@
-"""What trainers and assistants publish in the DHT about themselves, and where."""
+"""What trainers and assistants say of themselves, to all in the DHT or in a ticket, and where."""
 
 import asyncio
+import math
 from dataclasses import dataclass
 from typing import Annotated
 
 import msgspec
+import numpy as np
 from blake3 import blake3
 
 from colab_swarm.averaging.group import MAX_STEP, MAX_TEXT
@@ -12,7 +14,6 @@ from colab_swarm.dht.service import DHT, Found
 from colab_swarm.markup import plain
 from colab_swarm.net.peers import Message, PeerId, Role
 from colab_swarm.tensors.vector import Vector
-from colab_swarm.training.sketch import StateSketch
 
 LINEAGE_BYTES = 16
 Figure = Annotated[float, msgspec.Meta(ge=0, lt=1e12)]
@@ -22,6 +23,12 @@ MOST_MIN_PEERS = 256
 _FewPeers = Annotated[int, msgspec.Meta(ge=0, le=MOST_MIN_PEERS)]
 MAX_RATES = 8
 Rates = Annotated[tuple[float, ...], msgspec.Meta(max_length=MAX_RATES)]
+SKETCH_STEPS = 10
+PROJECTIONS = 4
+# By how much sketches of equal states may differ, in norms: parameters in float32, and those of half the bits.
+TOLERANCE = 1e-3
+HALF_TOLERANCE = 2e-2
+_LEAST_NORM = 1e-30
 Agreement = Annotated[tuple[tuple[_Text, _Text], ...], msgspec.Meta(max_length=16)]
 
 
@@ -34,6 +41,36 @@ def differing(there: Agreement, here: Agreement) -> str:
     return plain("; ".join(dict.fromkeys(texts)), MAX_TEXT)
 
 
+class StateSketch(Message, frozen=True):
+    """For parameters and each kind of optimizer state its norm, and `PROJECTIONS` projections in norms."""
+
+    step: int
+    lineage: Annotated[bytes, msgspec.Meta(max_length=LINEAGE_BYTES)]
+    values: Annotated[tuple[float, ...], msgspec.Meta(max_length=12 * (1 + PROJECTIONS))]
+
+    def is_of_step(self, other: "StateSketch") -> bool:
+        return (self.step, self.lineage) == (other.step, other.lineage)
+
+    def distance(self, other: "StateSketch") -> float:
+        """Return by how much two sketches of one step differ, in norms; infinite if they are not comparable.
+
+        The mean square of the projections' differences is that of the states (Johnson and Lindenstrauss).
+        """
+        if len(self.values) != len(other.values) or len(self.values) % (1 + PROJECTIONS):
+            return math.inf
+        mine = np.array(self.values).reshape(-1, 1 + PROJECTIONS)
+        theirs = np.array(other.values).reshape(-1, 1 + PROJECTIONS)
+        with np.errstate(invalid="ignore"):
+            difference = np.abs(mine - theirs)
+        difference[:, 0] /= np.maximum(np.minimum(np.abs(mine[:, 0]), np.abs(theirs[:, 0])), _LEAST_NORM)
+        # Models that have diverged alike are alike.
+        difference[np.isclose(mine, theirs, rtol=0.0, atol=0.0, equal_nan=True)] = 0.0
+        if not np.isfinite(difference).all():
+            return math.inf
+        projected = np.sqrt(np.square(difference[:, 1:]).mean(axis=1))
+        return float(np.maximum(difference[:, 0], projected).max(initial=0.0))
+
+
 class ProgressRecord(Message, frozen=True):
     """A peer's progress, published in the DHT."""
 
@@ -42,15 +79,13 @@ class ProgressRecord(Message, frozen=True):
     samples: Figure  # accumulated for the next step
     samples_per_s: Figure  # its own speed
     syncing: bool  # it has no state yet; it takes part with weight 0 and reduces nothing
-    reduces: bool  # other peers can reach it, and it takes a share of the averaging
     name: str  # for people
     addresses: tuple[str, ...] = ()  # where it can be dialled
     loss: float | None = None  # mean loss of the samples, if reported
     upload_bps: Figure | None = None  # measured bandwidth of its links; None: not measured yet
     download_bps: Figure | None = None
     paused: bool = False  # it computes nothing for now; no round waits for it, but it gives its state
-    batch_s: Figure = 0.0  # what one micro-batch takes; nobody waits longer for it
-    sketch: StateSketch | None = None  # of its state a few steps ago
+    sketch: StateSketch | None = None  # of its state a few steps ago, for a bucket
     rates: Rates = ()  # the learning rates of its next step, highest first; empty: not known yet
     min_peers: _FewPeers = 0  # that must train before its first step; 0: it does not say
     joined_at: float = 0.0  # its swarm time; of two peers that disagree, the later one yields

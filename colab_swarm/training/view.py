@@ -1,7 +1,7 @@
 """What this peer knows of the others: one view of their records, groups and links, and the branch that it gives. Pure.
 
 - Equal *lineages*, digests of the first parameters and of every mean since as it was encoded, mean equal parameters,
-  but for rounding (`sketch`).
+  but for rounding (`comparison`).
 - The *branch* is the highest step that at least half of the live trainers have reached, and on it the lineage that
   most of them hold; ties fall to the run's authority, then to the smallest id. A peer on another path loads its state.
 - A record is up to half a minute old. So a group outweighs the older record of its members, and a peer whose link
@@ -30,7 +30,7 @@ from colab_swarm.training.records import (
     read_participants,
 )
 
-WATCHING = ProgressRecord(0, b"", 0.0, 0.0, syncing=True, reduces=False, name="")
+WATCHING = ProgressRecord(0, b"", 0.0, 0.0, syncing=True, name="")
 """The own record of a peer that does not train."""
 _KEPT_STEPS = 4096  # of the own path
 _DISTRUST_S = 300.0  # of a donor whose state does not load, at first
@@ -292,12 +292,6 @@ class SwarmView:
     def samples_per_s(self) -> float:
         """Return the speed of all peers together, by what each computes alone."""
         return sum(record.samples_per_s for record in self.there.values())
-
-    @property
-    def step_s(self) -> float:
-        """Seconds in which all peers together compute a whole round's samples."""
-        speed = self.samples_per_s()
-        return self.round_samples / speed if speed else math.inf
 
     def samples(self, now: float) -> float:
         """Return the samples that all peers together have computed since the last round, about."""

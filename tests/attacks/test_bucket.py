@@ -29,8 +29,7 @@ from colab_swarm.mailbox.rounds import (
 from colab_swarm.net.identity import Identity
 from colab_swarm.tensors.chunks import Snapshot, pack, unpack
 from colab_swarm.tensors.vector import HostVector
-from colab_swarm.training.records import LINEAGE_BYTES
-from colab_swarm.training.sketch import SKETCH_STEPS, StateSketch
+from colab_swarm.training.records import LINEAGE_BYTES, SKETCH_STEPS, StateSketch
 from tests.attacks.bucket import (
     LEAST_WILD,
     USUAL_S,

@@ -27,8 +27,7 @@ from colab_swarm.net.node import Node
 from colab_swarm.net.peers import PeerId, Role, Stream
 from colab_swarm.swarm.swarm import Swarm
 from colab_swarm.tensors.chunks import Snapshot, pack, unpack
-from colab_swarm.training.records import ProgressRecord, progress_key
-from colab_swarm.training.sketch import SKETCH_STEPS
+from colab_swarm.training.records import SKETCH_STEPS, ProgressRecord, progress_key
 from colab_swarm.trust.access import IssuedMembership
 from colab_swarm.trust.authority import RequestMembership
 from tests.attacks.town import KNOWN_STEPS, SAMPLES, SAMPLES_PER_S, STEP_S, Town, Trainer, attacked, town

@@ -21,7 +21,7 @@ ALICE, BOB, MALLORY = (PeerId(bytes([letter]) * 32) for letter in b"abm")
 
 
 def record(step: int, loss: float | None, *, samples: float = 8.0, speed: float = 1.0) -> ProgressRecord:
-    return ProgressRecord(step, b"", samples, speed, syncing=False, reduces=True, name="x", loss=loss)
+    return ProgressRecord(step, b"", samples, speed, syncing=False, name="x", loss=loss)
 
 
 def branch(step: int) -> Branch:

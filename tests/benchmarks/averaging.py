@@ -172,9 +172,7 @@ def make_full_steps(parent: Channel, mode: str, numel: int, peers: int, *invites
         raise AssertionError("no peer falls behind in this benchmark")
 
     async def begin() -> LinkRounds:
-        own = ProgressRecord(
-            0, b"same", 0.0, 1.0, syncing=False, reduces=True, name=swarm.name, min_peers=peers
-        )
+        own = ProgressRecord(0, b"same", 0.0, 1.0, syncing=False, name=swarm.name, min_peers=peers)
         settings = TrainingSettings("bench", peers, compression="float16", mean_compression="float16")
         model = TrainedModel(numel, b"", no_state, 0.0, lambda: None)
         made = LinkRounds(swarm.services, settings, own, model)

@@ -19,7 +19,7 @@ from tests.training import toy
 
 BOB, CAROL = (PeerId(bytes([n]) * 32) for n in (11, 12))
 BOB_ONLY = {BOB: "bob"}
-RECORD = ProgressRecord(0, b"", 0.0, 1.0, syncing=False, reduces=True, name="x")
+RECORD = ProgressRecord(0, b"", 0.0, 1.0, syncing=False, name="x")
 
 
 @pytest.mark.parametrize(

@@ -15,10 +15,10 @@ from colab_swarm.events import Fault, Notice, StateReceived
 from colab_swarm.net.peers import PeerId
 from colab_swarm.swarm.swarm import Swarm
 from colab_swarm.training import rounds
+from colab_swarm.training.comparison import StateCheck, Verdict
 from colab_swarm.training.layerwise import Lamb
-from colab_swarm.training.records import Mean
+from colab_swarm.training.records import SKETCH_STEPS, TOLERANCE, Mean, StateSketch
 from colab_swarm.training.replica import Replica, UpdateRule
-from colab_swarm.training.sketch import SKETCH_STEPS, TOLERANCE, StateCheck, StateSketch, Verdict
 from colab_swarm.training.state import load_checkpoint
 from tests.training import toy
 
@@ -34,14 +34,14 @@ TRUE, FALSE = sketch(3.0, 0.5), sketch(3.0, 0.4)
 
 def loaded_from(*donors: PeerId) -> StateCheck:
     check = StateCheck(TOLERANCE)
-    check.on_loaded(donors)
+    check.donors = donors
     return check
 
 
 def test_a_state_that_its_donor_gave_falsely_is_loaded_again_and_then_it_is_the_own_steps() -> None:
     check = loaded_from(ALICE)
     assert check.judge(FALSE, TRUE, (BOB, CAROL)) is Verdict.FALSE, "alice may have given another state"
-    check.on_loaded((BOB,))
+    check.donors = (BOB,)
     assert check.judge(FALSE, TRUE, (BOB, CAROL)) is Verdict.MOVED
     assert check.judge(FALSE, TRUE, (BOB, CAROL)) is Verdict.AGAIN
 
@@ -54,7 +54,7 @@ def test_a_state_that_left_the_swarms_twice_is_told_apart() -> None:
     check = StateCheck(TOLERANCE)
     for verdict in (Verdict.MOVED, Verdict.AGAIN):
         assert check.judge(FALSE, TRUE, (BOB,)) is verdict
-        check.on_loaded((BOB,))
+        check.donors = (BOB,)
         assert check.judge(TRUE, TRUE, (BOB,)) is None and not check.donors
 
 
@@ -146,7 +146,7 @@ def test_a_late_joiner_gives_up_the_state_of_a_liar_and_loads_another(
     snapshot = Replica.snapshot
     monkeypatch.setattr(Replica, "snapshot", lie)
     with cs.simulate(4, seed=4, samples_per_s=10.0) as sim:
-        sim.join("erin", at=7.0)
+        sim.join("erin", at=8.0)
         parameters = sim.run(train)
         liar, log = sim.swarms["dave"].id.hex(), sim.swarms["erin"].events
     first, second = (e.donors for e in log.recent(StateReceived) if isinstance(e, StateReceived))
