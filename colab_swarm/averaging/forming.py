@@ -207,14 +207,9 @@ class Formation:
             return problem
         self.batch.on_report(peer, report, now)
         if report.averages:
-            # What a slow line sends is not heard in an exchange; that is not over before the own part is.
-            self.batch.excuse(self._before if peer == self._me else {peer}, now)
+            self.batch.excuse([peer], now)
         self._judge()
         return ""
-
-    def on_slept(self, now: float) -> None:
-        """Blame nobody for what was not heard: this process was stopped."""
-        self.batch.excuse(self.batch.participants, now)
 
     def on_lost(self, peer: PeerId) -> None:
         """Forget a peer whose stream has ended."""

@@ -371,7 +371,8 @@ class Rendezvous:
                 look_at = max(now, min(action.look_at, now + _LOOK_S))
                 await wait_until(look_at, self._changed)
                 if loop_now() > look_at + _AWAKE_S:
-                    formation.on_slept(loop_now())
+                    # This process was stopped, and has heard nobody.
+                    formation.batch.excuse(formation.contacts, loop_now())
         finally:
             self.formation = None
             await end_tasks(asking, reports)
@@ -402,8 +403,14 @@ class Rendezvous:
             self._queues[peer].put_nowait(news)
 
     async def _report_here(self, report: StepReport) -> None:
-        if self.formation is not None:
-            self.formation.on_report(self.me, report, loop_now())
+        formation = self.formation
+        if formation is not None:
+            now = loop_now()
+            formation.on_report(self.me, report, now)
+            if report.averages:
+                # What others report comes late where their lines are busy with the round, but bytes come.
+                heard = [peer for peer in formation.contacts if now - self._peers.read_at(peer) < _SILENCE_S]
+                formation.batch.excuse(heard, now)
             wake(self._changed)
 
     async def _look_for_others(self, formation: Formation) -> None:

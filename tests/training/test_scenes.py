@@ -254,8 +254,9 @@ def test_after_each_scene_all_that_live_have_equal_parameters(
     there = [peer for peer in outcome.steps if outcome.steps[peer] == last]
     assert len(there) > 1 or scene.settings.get("overlap")
     assert len({outcome.lineages[peer] for peer in there}) == 1
-    equal = [outcome.parameters[peer] for peer in there]
-    assert "local_steps" in scene.settings or all(torch.equal(values, equal[0]) for values in equal)
+    # The model is ahead of the swarm's parameters, or shows those of the step before.
+    if not scene.settings.keys() & {"local_steps", "overlap"}:
+        assert all(torch.equal(outcome.parameters[peer], outcome.parameters[there[0]]) for peer in there)
     assert min(outcome.steps.values()) >= max(scene.fewest, last - 1)
     target = TARGET * scene.settings.get("local_steps", 1)
     fullness = [one.samples / target for one in outcome.rounds]
