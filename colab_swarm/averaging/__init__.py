@@ -24,7 +24,7 @@ fast link more. `RoundFinished.explanation` gives the reason in one sentence.
 |---|---|---|
 | `Attend(contact, key, terms, target)` | peer to organizer | opens the stream on which it stands there |
 | `StepReport(step, lineage, counted, ticket)` | peer to organizer | what it holds, has counted, and offers |
-| `News(key, granted, group, organizer)` | back | a grant, the group, or another organizer |
+| `News(key, granted, group, organizer)` | back | a grant, the group, another organizer, or the first step here |
 | `Whereabouts(prefix, key)` | peer to peer | where do you stand, and do you have the group after this one? |
 | `ReduceSpan(round_id)` | member to reducer | opens the stream: `Chunk` up, `Chunk` back |
 | `RecallSpan(round_id, reducer, wanted)` | survivor to survivor | opens the stream of a lost reducer's chunks |

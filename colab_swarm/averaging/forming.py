@@ -140,6 +140,7 @@ class Formation:
         awaited: for whom a meeting waits; the service takes out whose link is lost.
         missing: live holders of the last group that do not stand here and have not said that they have no group of
             this step. The service sets it; no group is formed before they have answered.
+        has_asked: the members of the last group were asked once for the group of this step: before, nothing is granted.
     """
 
     def __init__(
@@ -154,6 +155,7 @@ class Formation:
         self.key = last.round_id if last else b""
         self.contacts: dict[PeerId, Contact] = {}
         self.missing: Collection[PeerId] = ()
+        self.has_asked = last is None
         self.awaited = set(settings.awaited)
         self._closes_at = math.inf  # a meeting
         self._me = me
@@ -166,7 +168,7 @@ class Formation:
 
     # What peers say.
 
-    def on_attend(self, peer: PeerId, message: Attend, now: float) -> str:
+    def on_attend(self, peer: PeerId, message: Attend) -> str:
         """Take a peer that comes to stand here; return why not, or nothing."""
         addresses = message.contact.addresses
         if message.contact.id != peer:
@@ -238,6 +240,13 @@ class Formation:
         return branch_of(states, self._organized)
 
     @property
+    def next_step(self) -> int:
+        """The step of the next group; -1 while nobody here has a state."""
+        if self._before_state is not None:
+            return self._before_state[0] + 1
+        return self.branch[0] if self.branch else -1
+
+    @property
     def holders(self) -> list[Participant]:
         """Those that hold the state that counts."""
         return [one for one in self.batch.participants.values() if one.holds and one.report]
@@ -271,7 +280,7 @@ class Formation:
         if self.settings.window_s is not None:
             return self._meet(now, self.settings.window_s)
         holders = self.holders
-        if not self.key and len(holders) < self.settings.least:
+        if (not self.key and len(holders) < self.settings.least) or not self.has_asked:
             return Action()
         action = Action(self.batch.next_grants(now), look_at=self.batch.look_at(now))
         if not action.grants and self.batch.full and not self.missing and self._has_quorum(live):

@@ -305,7 +305,8 @@ class Whereabouts(Message, frozen=True):
 class News(Message, frozen=True):
     """What the organizer says: a grant for the step after the group ``key``, or the group of that step.
 
-    The answer to `Whereabouts`, and to `Attend` where another peer organizes: that one, None if none is known.
+    The answer to `Whereabouts`, and to `Attend` where another peer organizes: that one, None if none is known. Else
+    `Attend` is answered with the ``step`` of the first group that its peer will be in.
     """
 
     key: _Digest
@@ -313,6 +314,7 @@ class News(Message, frozen=True):
     group: "Group | None" = None
     organizer: Contact | None = None
     refusal: str = ""
+    step: Annotated[int, msgspec.Meta(ge=-1, lt=MAX_STEP)] = -1
 
 
 @dataclass(frozen=True)

@@ -71,6 +71,7 @@ class Rendezvous:
         share: this peer's part of the present step. After a change, `tell` reports it.
         group: the last one with this peer; its id is the ``key``.
         organizer: at whom this peer stands; None: it looks for one.
+        first_step: that of the first group there with this peer; -1: not known.
     """
 
     def __init__(
@@ -85,6 +86,7 @@ class Rendezvous:
         self.share = Share()
         self.group: Group | None = None
         self.organizer: Contact | None = None
+        self.first_step = -1
         self.formation: Formation | None = None  # while this peer organizes
         self._patience = Patience[PeerId](60.0)
         # In a meeting all come at the same time, and one may be there a moment before the organizer.
@@ -135,6 +137,7 @@ class Rendezvous:
         """Stand at another organizer, whose swarm has gone another way."""
         if self.organizer is not None and self.organizer.id != organizer.id:
             self.group = None
+            self.first_step = -1
             self._peers.learn(organizer)
             self._go(organizer.id)
 
@@ -222,6 +225,7 @@ class Rendezvous:
         async with await self._peers.stream(organizer.id, self._opening(), timeout_s=_DIAL_S) as stream:
             require(self._peers.role_of(organizer.id) >= Role.REDUCER, "its role does not let it organize")
             self.organizer = organizer
+            self.first_step = -1
             reports = asyncio.create_task(self._send_reports(stream.send))
             try:
                 while await self._hear(stream):
@@ -280,6 +284,9 @@ class Rendezvous:
     def _on_news(self, news: News) -> None:
         """Raises ValueError if no honest organizer says it, RoundRefused if the group has too few members."""
         require(not news.refusal, news.refusal, PeerError)
+        if news.step >= 0:
+            self.first_step = news.step
+            self._neighbourhood.on_granted()
         if news.group is not None and self._concerns(news.group):
             self._on_group(news.group)
         elif news.granted is not None:
@@ -353,7 +360,7 @@ class Rendezvous:
         self.formation = formation
         self._succeeds = self.key
         self.organizer = self._peers.contact
-        formation.on_attend(self.me, self._opening(), loop_now())
+        formation.on_attend(self.me, self._opening())
         asking = asyncio.create_task(self._look_for_others(formation))
         reports = asyncio.create_task(self._send_reports(self._report_here))
         wake(self._changed)
@@ -435,6 +442,9 @@ class Rendezvous:
             )
             formation.missing = missing
             await asyncio.gather(*(self._ask(formation, peer) for peer in sorted(missing)))
+            if not formation.has_asked:
+                formation.has_asked = True
+                wake(self._changed)
             await wait_until(loop_now() + 1.0, self._changed)
 
     async def _look_for_better(self) -> None:
@@ -524,12 +534,14 @@ class Rendezvous:
                 await self._ask(formation, stream.peer)
             refusal = "only a worker may train: ask for another invitation"
             if message.assistant is not None or self._peers.role_of(stream.peer) >= Role.WORKER:
-                refusal = formation.on_attend(stream.peer, message, loop_now())
+                refusal = formation.on_attend(stream.peer, message)
             if refusal:
                 await stream.send(News(self.key, refusal=refusal))
                 return
             self._gone.forgive(stream.peer)
             queue = self._queues[stream.peer] = asyncio.Queue[News]()
+            if formation.next_step >= 0:
+                queue.put_nowait(News(formation.key, step=formation.next_step))
             sending = asyncio.create_task(self._send_news(stream, queue))
             try:
                 await self._take_reports(stream, formation, queue)

@@ -29,6 +29,7 @@ DRAIN_S = 5.0
 LEFT_OUT_S = 60.0  # for a late member at first
 LARGEST = 10_000.0  # contribution or mean, in usual means
 _MEANS = 10  # whose size is usual
+_PAST_ROUNDS = 64  # that are refused at once: who asks for another one comes before this peer has begun it
 
 
 class Averager:
@@ -50,6 +51,7 @@ class Averager:
         self._patience = Patience[Key](LEFT_OUT_S, first_s=self._settings.patience_s)
         self._rounds: dict[bytes, Round] = {}
         self._finished: dict[str, Round] = {}  # by prefix
+        self._past = deque[bytes](maxlen=_PAST_ROUNDS)
         self._begun = asyncio.Event()
         self._means_rms: dict[str, deque[float]] = {}  # of this peer's spans in the last rounds, by prefix
         self.on_round: Callable[[RoundResult], None] = lambda result: None  # called with each result
@@ -100,7 +102,10 @@ class Averager:
         finished = self._finished.pop(prefix, None)
         if finished is not None:
             finished.ledger.readable = False
-            del self._rounds[finished.group.round_id]
+            round_id = finished.group.round_id
+            del self._rounds[round_id]
+            self._past.append(round_id)
+            wake(self._begun)
 
     async def _take_part(
         self,
@@ -156,7 +161,8 @@ class Averager:
     async def _round_for(self, round_id: bytes, peer: PeerId) -> AsyncIterator[tuple[Round, int]]:
         deadline = loop_now() + self._settings.patience_s  # this peer may begin later
         while round_id not in self._rounds:
-            require(loop_now() < deadline, "no such round here", Refusal)
+            is_past = round_id in self._past
+            require(not is_past and loop_now() < deadline, "no such round here", Refusal)
             await wait_until(deadline, self._begun)
         own = self._rounds[round_id]
         member = own.group.index_of(peer)

@@ -103,7 +103,7 @@ async def _round(offers: Sequence[Ticket], strategy: Strategy) -> float:
         peers.append(peer)
         tickets[peer.id] = offer
         contact = Contact(peer.id, (f"sim://{peer.id.hex()}",))
-        formation.on_attend(peer.id, messages.Attend(contact, b"", terms, 0.0), 0.0)
+        formation.on_attend(peer.id, messages.Attend(contact, b"", terms, 0.0))
         formation.on_report(peer.id, messages.StepReport(terms.step, terms.lineage, ticket=offer), 0.0)
     network.introduce()
     group = formation.next_action(0.0, ()).group

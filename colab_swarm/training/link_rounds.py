@@ -49,6 +49,8 @@ _LEAST_TTL_S = 60.0
 _GONE_S = 0.5  # a record that expires at once
 _TELL_S = 2.0  # of a wait for peers, before a word on it
 _ATTEMPTS = 20  # downloads of a state
+_PATIENT_ATTEMPTS = 10  # that want one to which the means since are known
+_STAND_S = 3.0
 _PAUSE_S = 1.0  # between two of them
 _SLOW_S = 5.0  # a download that takes longer is told
 
@@ -80,7 +82,7 @@ class LinkRounds(Rounds):
         self._steps = False  # the trainer has begun: until then this peer only follows
         self._thread = 0  # in which the trainer computes
         self._blocked = False  # that waits in the step of another collaboration
-        services.collaborations.append(self)
+        services.on_wait.append(self._on_wait)
         self._news = asyncio.Event()
         self._states = StateSharing(
             services.router, settings.prefix, partial(asyncio.to_thread, model.snapshot)
@@ -108,8 +110,8 @@ class LinkRounds(Rounds):
 
     def kill(self) -> None:
         self._stop_listening()
-        if self in self.services.collaborations:
-            self.services.collaborations.remove(self)
+        if self._on_wait in self.services.on_wait:
+            self.services.on_wait.remove(self._on_wait)
         self._tasks.cancel()
         for task in self._following:
             task.cancel()
@@ -252,10 +254,14 @@ class LinkRounds(Rounds):
 
     def _block_others(self, blocked: bool) -> None:
         """Who waits in one optimizer's step computes nothing for its others: two must not wait for each other."""
-        for other in self.services.collaborations:
-            if other is not self and other._thread == self._thread:
-                other._blocked = blocked
-                other.on_gate()
+        for on_wait in self.services.on_wait:
+            if on_wait != self._on_wait:
+                on_wait(self._thread, blocked)
+
+    def _on_wait(self, thread: int, blocked: bool) -> None:
+        if thread == self._thread:
+            self._blocked = blocked
+            self.on_gate()
 
     @property
     def behind(self) -> bool:
@@ -465,14 +471,26 @@ class LinkRounds(Rounds):
                     self._hold(self.view.own.step, self.view.own.lineage)
                     return None
                 break
+            await self._stand(organizer.id)
+            # An older state lacks the mean of a round that was on its way when this peer came.
+            least_step = self._rendezvous.first_step if attempt < _PATIENT_ATTEMPTS else 0
             try:
-                snapshot = await self._download(donors)
+                snapshot = await self._download(donors, least_step)
                 self._loaded_at = loop_now()
                 return self._complete(snapshot)
             except StateError as error:
                 reasons[str(error)] = None
             await asyncio.sleep(_PAUSE_S * min(attempt, 5))
         raise StateError(f"could not catch up with the swarm: {'; '.join(reasons)}")
+
+    async def _stand(self, organizer: PeerId) -> None:
+        """Wait until this peer stands at the organizer, for a short time."""
+        deadline = loop_now() + _STAND_S
+        while self._rendezvous.first_step < 0 and organizer != self.services.peers.id:
+            if loop_now() >= deadline:
+                return
+            self._news.clear()
+            await wait_until(deadline, self._news)
 
     def _donors(self) -> list[PeerId]:
         """Return the other peers that hold the state of the branch."""
@@ -490,20 +508,21 @@ class LinkRounds(Rounds):
         trusted = {peer for peer in donors if not self.view.distrusts(peer, now)}
         return sorted(trusted or donors)
 
-    async def _download(self, donors: list[PeerId]) -> Snapshot:
+    async def _download(self, donors: list[PeerId], least_step: int) -> Snapshot:
         """Fetch the state from the donors, or through an assistant if they are unreachable."""
         began_at = loop_now()
         limit_bytes = most_state_bytes(self.model.numel)
         self.services.rng.shuffle(donors)
         text = f"waiting for the state of the swarm: {count(len(donors), 'donor')} slow or frozen"
+        download = partial(self._states.download, least_step=least_step)
         telling = self._loop.call_later(_SLOW_S, lambda: self.services.events.emit(Notice(loop_now(), text)))
         try:
-            snapshot = await self._states.download(donors, limit_bytes, CHUNK_TIMEOUT_S)
+            snapshot = await download(donors, limit_bytes, CHUNK_TIMEOUT_S)
         except StateError:
             assistants = list(self.view.assistants)
             if not assistants:
                 raise
-            snapshot = await self._states.download(assistants, limit_bytes, CHUNK_TIMEOUT_S)
+            snapshot = await download(assistants, limit_bytes, CHUNK_TIMEOUT_S)
         finally:
             telling.cancel()
         state = snapshot.manifest

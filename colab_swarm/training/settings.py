@@ -24,7 +24,6 @@ from colab_swarm.training.records import MOST_MIN_PEERS
 
 if TYPE_CHECKING:
     from colab_swarm.averaging.round import Averager
-    from colab_swarm.training.link_rounds import LinkRounds
 
 T = TypeVar("T")
 
@@ -71,14 +70,14 @@ class PeerServices(RunServices):
     """The services of a peer that may train.
 
     Attributes:
-        collaborations: in which it trains over links now.
+        on_wait: called with a thread that waits in a step, and True, or that goes on, and False.
     """
 
     router: PrefixRouter
     averager: "Averager"
     mailbox: str = ""  # address of the bucket that has the run's rounds; empty: they go over links
     pace: Callable[[float], float] | None = None  # a simulated peer's seconds for a number of samples
-    collaborations: "list[LinkRounds]" = field(default_factory=list)
+    on_wait: list[Callable[[int, bool], None]] = field(default_factory=list)
 
 
 class Due(Enum):

@@ -176,8 +176,10 @@ async def download_state(
     limit_bytes: int = MAX_STATE_BYTES,
     timeout_s: float = CHUNK_TIMEOUT_S,
     begun: dict[bytes, ChunkDownload] | None = None,
+    *,
+    least_step: int = 0,
 ) -> Snapshot:
-    """Fetch the state that most donors hold, from all of these.
+    """Fetch the state that most donors hold, from all of these; it is of ``least_step`` or later.
 
     ``begun`` holds an incomplete download, by the state's root, from one call to the next. Raises
     `StateError` if no donor had a state, all were lost before it was complete, or it is over
@@ -187,6 +189,8 @@ async def download_state(
     manifest, holders = await _agree_on_state(
         peers, ask, donors, timeout_s=timeout_s, limit_bytes=limit_bytes
     )
+    text = f"the donors are at step {manifest.step}, and the means since are those from step {least_step} on"
+    require(manifest.step >= least_step, text, StateError)
     root = manifest.root
     begun = {} if begun is None else begun
     download = begun.get(root) or ChunkDownload(peers, manifest, lambda ids: FetchState(ids, prefix, root))

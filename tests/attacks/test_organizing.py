@@ -59,7 +59,7 @@ class Desk:
         self.granted = dict.fromkeys((*HONEST, MALLORY), 0.0)
         self.refusals = set[str]()
         for peer in HONEST:
-            assert not self.formation.on_attend(peer, attend(peer), 0.0)
+            assert not self.formation.on_attend(peer, attend(peer))
 
     def group(self, hostile: Callable[[float], StepReport] | None, begin: int = 0) -> Group | None:
         """Return the group of a step, or None after a minute; mallory reports each second, as others compute."""
@@ -108,7 +108,7 @@ REFUSED = set(list(REPORTS)[:6])
 @pytest.mark.parametrize("lie", REPORTS)
 def test_an_absurd_report_stops_no_organizer(lie: str) -> None:
     desk = Desk()
-    assert not desk.formation.on_attend(MALLORY, attend(MALLORY), 0.0)
+    assert not desk.formation.on_attend(MALLORY, attend(MALLORY))
     group = desk.group(lambda now: REPORTS[lie])
     assert (desk.refusals != {""}) == (lie in REFUSED), desk.refusals
     assert group is not None
@@ -128,7 +128,7 @@ def test_a_member_that_computes_without_end_holds_up_a_step_until_it_is_removed(
     hostile: Callable[[float], StepReport],
 ) -> None:
     desk = Desk()
-    assert not desk.formation.on_attend(MALLORY, attend(MALLORY), 0.0)
+    assert not desk.formation.on_attend(MALLORY, attend(MALLORY))
     assert desk.group(hostile) is None and desk.refusals == {""}
     desk.formation.on_lost(MALLORY)
     assert desk.group(None, begin=60) is not None
@@ -147,7 +147,7 @@ def test_mutated_reports_raise_nothing_and_without_their_author_the_others_go_on
                 return msgspec.msgpack.decode(mutator.body(StepReport), type=StepReport)
 
     desk = Desk()
-    assert not desk.formation.on_attend(MALLORY, attend(MALLORY), 0.0)
+    assert not desk.formation.on_attend(MALLORY, attend(MALLORY))
     group = desk.group(hostile)
     if group is None:
         desk.formation.on_lost(MALLORY)
@@ -169,7 +169,7 @@ OPENINGS = {
 @pytest.mark.parametrize("lie", OPENINGS)
 def test_an_absurd_opening_is_refused(lie: str) -> None:
     desk = Desk()
-    assert desk.formation.on_attend(MALLORY, attend(MALLORY, **OPENINGS[lie]), 0.0)
+    assert desk.formation.on_attend(MALLORY, attend(MALLORY, **OPENINGS[lie]))
     group = desk.group(None)
     assert group is not None
     assert {member.id for member in group.members} == set(HONEST)
@@ -181,8 +181,8 @@ def test_an_absurd_opening_is_refused(lie: str) -> None:
 def test_an_assistant_takes_no_terms_that_nobody_can_train_by(changes: dict[str, Any]) -> None:
     nothing = FormationSettings(RoundTerms("run/model", 0, b"", 0), 0.0, AdaptiveShares())
     formation = Formation(nothing, ALICE, None, Patience(60.0), 0.0)
-    assert formation.on_attend(MALLORY, attend(MALLORY, **changes), 0.0)
-    assert not formation.on_attend(BOB, attend(BOB), 0.0)
+    assert formation.on_attend(MALLORY, attend(MALLORY, **changes))
+    assert not formation.on_attend(BOB, attend(BOB))
 
 
 Lie = Callable[[News], list[News]]

@@ -360,19 +360,18 @@ def test_after_leaving_every_call_says_so() -> None:
 
 
 def test_a_record_has_the_peers_present_addresses() -> None:
-    def train(swarm: Swarm) -> list[tuple[bool, tuple[str, ...]]]:
+    def train(swarm: Swarm) -> list[tuple[str, ...]]:
         optimizer, published = toy.join_training(swarm, net := toy.model()), []
         for listen in (True, False, True):
             sim.network.by_name[swarm.name].announce(("ws://alice:1",) if listen else ())
             toy.take(optimizer, net, optimizer.global_step)
             swarm.runtime.call(asyncio.sleep(5.0))
-            own = optimizer.rounds.view.own
-            published.append((own.reduces, own.addresses))
+            published.append(optimizer.rounds.view.own.addresses)
         return published
 
     with simulation(1) as sim:
-        there = (True, ("ws://alice:1",))
-        assert sim.run(train)["alice"] == [there, (False, ()), there]
+        there = ("ws://alice:1",)
+        assert sim.run(train)["alice"] == [there, (), there]
 
 
 def test_a_record_is_published_again_after_an_error_that_is_no_peers() -> None:

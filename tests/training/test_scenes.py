@@ -15,7 +15,7 @@ import torch
 import colab_swarm as cs
 from colab_swarm.averaging.group import News
 from colab_swarm.averaging.rendezvous import Rendezvous
-from colab_swarm.events import Fault, PeerRefused, RoundFinished, Waited
+from colab_swarm.events import Fault, PeerRefused, RoundFinished, StateReceived, Waited
 from colab_swarm.net.peers import Message
 from colab_swarm.sim.network import SimNetwork
 from colab_swarm.swarm.simulation import Simulation
@@ -284,3 +284,21 @@ def test_two_optimizers_in_one_loop_do_not_wait_for_each_other() -> None:
         steps = sim.run(train)
     # All together compute 1,600 samples; with each waiting for each there were 5 steps.
     assert min(min(one) for one in steps.values()) >= 8
+
+
+def test_a_joiner_loads_the_state_once_whenever_it_comes() -> None:
+    """One of a step before lacks the mean of a round that was on its way. Rounds take a third of a step here."""
+
+    def train(swarm: Swarm) -> None:
+        weight = torch.nn.Parameter(torch.zeros(300_000))
+        optimizer = swarm.optimizer(torch.optim.SGD([weight], lr=0.01), target_batch_size=TARGET)
+        while sim.time < 90.0:
+            weight.grad = torch.ones_like(weight)
+            optimizer.step(samples=SAMPLES)
+
+    with cs.simulate(4, network="home", seed=2, samples_per_s=8.0) as sim:
+        for number in range(6):
+            sim.join(f"late-{number}", at=40.0 + 5.37 * number)
+        sim.run(train)
+        loaded = {name: swarm.events.recent(StateReceived) for name, swarm in sim.swarms.items()}
+    assert {len(loaded[name]) for name in loaded if name.startswith("late")} == {1}
