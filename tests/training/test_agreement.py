@@ -156,7 +156,7 @@ ME, BOB, CAROL = (PeerId(bytes([n]) * 32) for n in range(3))
 
 def record(batch: str, **facts: object) -> ProgressRecord:
     agreement = (("target_batch_size", batch),)
-    facts = {"samples": 0.0, "samples_per_s": 1.0, "syncing": False, "reduces": True, "name": "", **facts}
+    facts = {"samples": 0.0, "samples_per_s": 1.0, "syncing": False, "name": "", **facts}
     return ProgressRecord(0, b"same", agreement=agreement, **facts)  # type: ignore[arg-type]
 
 
