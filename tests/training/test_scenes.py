@@ -239,7 +239,12 @@ SCENES = {
 }
 
 
-@pytest.mark.parametrize("name", SCENES)
+LONG = ("the creator is alone for 20 minutes", "none can be dialled but two assistants")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.ordeal) if name in LONG else name for name in SCENES]
+)
 def test_after_each_scene_all_that_live_have_equal_parameters(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
