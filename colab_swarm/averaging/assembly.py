@@ -30,6 +30,7 @@ WINDOW_S = 5.0  # from the first ticket of a meeting until it closes
 _TELL_S = 5.0  # between two records of a peer that waits
 _TTL_S = 30.0
 _READ_S = 0.25  # between two readings of the records
+_LATER_S = 1.0  # than the last meeting ended here: who writes then was not there
 
 
 class WaitingPeer(Message, frozen=True):
@@ -117,9 +118,8 @@ class Assembly:
         self.waiting: dict[PeerId, WaitingPeer] = {}
         self._others: dict[PeerId, float] = {}  # peers with other terms: when they wrote first
         self._known = asyncio.Event()  # the records have been read
-        self._seen: set[PeerId] = set()  # peers that have met on the same terms since the last meeting here
+        self._awaited: set[PeerId] = set()  # members of the last meeting, and who came too late for it
         self._ended_at = -math.inf  # that meeting, in swarm time
-        self._before: frozenset[PeerId] = frozenset()  # members of the last meeting, and who else was seen
         self._telling: asyncio.Task[None] | None = None  # that this peer waits no longer
 
     def close(self) -> None:
@@ -137,14 +137,14 @@ class Assembly:
         self._own = WaitingPeer(self._peers.time(), self._peers.contact.addresses, terms)
         self._others = {}
         self._known.clear()
+        awaited = frozenset(self._awaited)
+        self._awaited = set()
         watching = asyncio.create_task(self._watch())
         try:
             while True:
-                group = await self._gather(weight, watching)
+                group = await self._gather(weight, awaited, watching)
                 if group.index_of(self._peers.id) is not None:
-                    # Who came late is awaited the next time.
-                    self._before = frozenset(self._seen.union(member.id for member in group.members))
-                    self._seen = set()
+                    self._awaited.update(member.id for member in group.members)
                     self._ended_at = self._peers.time()
                     return group
                 if self._size is not None:
@@ -154,7 +154,7 @@ class Assembly:
             self._own = msgspec.structs.replace(self._own, since=math.inf)
             self._telling = asyncio.create_task(self._tell(_TTL_S))
 
-    async def _gather(self, weight: float, watching: asyncio.Task[None]) -> Group:
+    async def _gather(self, weight: float, awaited: frozenset[PeerId], watching: asyncio.Task[None]) -> Group:
         """Return the next group that forms, with this peer or without it."""
         schema = hashlib.sha256(self._own.terms.encode()).digest()[:16]
         terms = RoundTerms(self._prefix, 0, b"", 1, schema)
@@ -162,7 +162,7 @@ class Assembly:
         if self._size is None:
             window_s = WINDOW_S
         settings = FormationSettings(
-            terms, 0.0, self._strategy, window_s=window_s, size=self._size, awaited=self._before
+            terms, 0.0, self._strategy, window_s=window_s, size=self._size, awaited=awaited
         )
         async with Gathering(self._router, settings, self.organizers) as gathering:
             gathering.offer(Ticket(terms, weight, bool(self._own.addresses)))
@@ -211,8 +211,8 @@ class Assembly:
         self.waiting = {}
         for peer, record in records.items():
             if record.terms == self._own.terms:
-                if record.told_at > self._ended_at:
-                    self._seen.add(peer)
+                if record.told_at > self._ended_at + _LATER_S:
+                    self._awaited.add(peer)
                 if math.isfinite(record.since):
                     self.waiting[peer] = record
             # Its first record may be a leftover.

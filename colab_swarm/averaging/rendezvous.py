@@ -60,7 +60,7 @@ class Neighbourhood(Protocol):
         ...
 
     def on_granted(self) -> None:
-        """The grant of this peer has changed."""
+        """The grant of this peer has changed, or `Rendezvous.first_step` is known."""
         ...
 
 

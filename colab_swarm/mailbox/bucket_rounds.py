@@ -175,7 +175,7 @@ class BucketRounds(Rounds):
             # The others may have no weight either, so nobody would end the round: look once, and compute on.
             self.until = began_at
         try:
-            round = await self._follower.write(contribution, self.view.own)
+            round = await self._follower.write(contribution, self.view.own, self.comparison.shown_sketch)
             if self._follower.min_peers > 1:
                 self.tell_begin(self._follower.min_peers, [self.view.own.name])
             while (end := await self._follower.next_round(contribution, round)) is not None:
@@ -294,7 +294,6 @@ class LastMembers:
                 syncing=False,
                 name=head.name,
                 loss=head.loss,
-                sketch=head.sketch,
             )
         return records
 

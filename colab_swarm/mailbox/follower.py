@@ -29,7 +29,7 @@ from colab_swarm.runtime import loop_now
 from colab_swarm.tensors.chunks import Snapshot
 from colab_swarm.tensors.codecs import Codec
 from colab_swarm.tensors.vector import Vector
-from colab_swarm.training.records import ProgressRecord
+from colab_swarm.training.records import ProgressRecord, StateSketch
 from colab_swarm.training.settings import RoundInput
 
 logger = logging.getLogger(__name__)
@@ -135,7 +135,9 @@ class ChainFollower:
         if len(closed.after.members) >= self.min_peers:
             self.min_peers = 1
 
-    async def write(self, contribution: RoundInput, record: ProgressRecord) -> int:
+    async def write(
+        self, contribution: RoundInput, record: ProgressRecord, sketch: StateSketch | None
+    ) -> int:
         """Write the contribution, and return its round; one that is not listed yet goes first."""
         chain = self.chain
         journal = self._journal
@@ -148,7 +150,7 @@ class ChainFollower:
             await asyncio.to_thread(_keep_loss, vector, journal.codec, own.content)
             return own.round
         content = await asyncio.to_thread(encode, journal.codec, vector)
-        data = self._sealed(contribution, content, chain, record)
+        data = self._sealed(contribution, content, chain, record, sketch)
         began_at = loop_now()
         path, written = await journal.contribute(f"{chain.folder}/{self._me.hex()}", data)
         self._upload_s = loop_now() - began_at
@@ -162,7 +164,12 @@ class ChainFollower:
         return chain.round
 
     def _sealed(
-        self, contribution: RoundInput, content: bytes, chain: RoundChain, record: ProgressRecord
+        self,
+        contribution: RoundInput,
+        content: bytes,
+        chain: RoundChain,
+        record: ProgressRecord,
+        sketch: StateSketch | None,
     ) -> bytes:
         return self._journal.signed(
             PseudoGradient,
@@ -176,7 +183,7 @@ class ChainFollower:
             name=record.name[:100],
             loss=contribution.loss,
             rates=record.rates,
-            sketch=record.sketch,
+            sketch=sketch,
         )
 
     async def next_round(self, contribution: RoundInput, round: int) -> Counted | None:

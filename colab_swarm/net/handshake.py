@@ -42,7 +42,7 @@ from colab_swarm.net.websocket import FirstMessage, WebSocket, accept
 
 # 4: lineages are of encoded means; 5: one entry and median weights for each member of a bucket; 6: learning rates
 # beside an elastic group's buckets
-VERSION = 7
+VERSION = 8
 _STAGGER_S = 0.25
 # Detours are tried after this time if no address has answered.
 DETOUR_AFTER_S = 1.5

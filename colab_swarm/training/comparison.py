@@ -87,6 +87,7 @@ class Comparison:
 
     Attributes:
         deviant: this peer's state is not that of most others, until it has loaded theirs.
+        shown_sketch: the last one of a state that was confirmed.
         moved_bytes: sent and received in rounds since this peer was brought together with the others. `LinkRounds`
             adds to them.
     """
@@ -94,6 +95,7 @@ class Comparison:
     def __init__(self, view: SwarmView, tolerance: float, events: EventLog, *, drift_bytes: float) -> None:
         """Rounds move ``drift_bytes`` between two states that are loaded because rounding moved this peer's."""
         self.deviant = False
+        self.shown_sketch: StateSketch | None = None
         self.moved_bytes = 0
         self._drift_bytes = drift_bytes
         self._view = view
@@ -116,7 +118,7 @@ class Comparison:
         """Take the sketch of the state after a step, if there is one."""
         self._sketch = sketch
         if sketch is not None and self.confirmed:
-            self._view.update(sketch=sketch)
+            self.shown_sketch = sketch
 
     def on_loaded(self, donors: tuple[PeerId, ...]) -> None:
         """Compare this peer's state, which it has from the donors, before it is a witness for others."""

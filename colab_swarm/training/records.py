@@ -85,7 +85,6 @@ class ProgressRecord(Message, frozen=True):
     upload_bps: Figure | None = None  # measured bandwidth of its links; None: not measured yet
     download_bps: Figure | None = None
     paused: bool = False  # it computes nothing for now; no round waits for it, but it gives its state
-    sketch: StateSketch | None = None  # of its state a few steps ago, for a bucket
     rates: Rates = ()  # the learning rates of its next step, highest first; empty: not known yet
     min_peers: _FewPeers = 0  # that must train before its first step; 0: it does not say
     joined_at: float = 0.0  # its swarm time; of two peers that disagree, the later one yields
