@@ -499,11 +499,12 @@ class Round:
     def _is_late(self, member: int, begins_at: float, now: float, *, times: float = 1.0) -> bool:
         """Return True, and note it, if a wait for a member has exceeded its limit and what the lines need."""
         heard_at = self.lateness.heard_at[member]
-        limit_s = times * self.lateness.limit_s(member)
-        if heard_at > self.lateness.since:
-            # It has begun: a chunk may take long over a slow line.
-            limit_s = max(limit_s, self._forecast_s)
-        late_at = max(begins_at, heard_at) + limit_s
+        # A chunk may take long over a slow line: the first one its part of the round, which the line's other streams
+        # share evenly at first, a later one any part.
+        line_s = self._forecast_s
+        if heard_at == self.lateness.since:
+            line_s /= max(map(len, self.ledger.chunks))
+        late_at = max(begins_at, heard_at) + max(times * self.lateness.limit_s(member), line_s)
         if member in self.lateness.left_out or now < late_at:
             return False
         # The group may come to a member over anybody's slow line.
