@@ -14,6 +14,7 @@ fast one carries at most 4/3 of the size.
 
 import asyncio
 import statistics
+from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -45,6 +46,7 @@ from colab_swarm.runtime import loop_now
 _ENOUGH_BYTES = 1 << 20
 _BUSY_BYTES_PER_S = 1 << 16
 _IDLE_S = 2.0
+REMEMBERED_RATES = 32  # a line may become slower
 _BURST_S = 0.1
 _MIN_BURST_BYTES = 1 << 16
 MAX_SIZE_BYTES = 32 << 20
@@ -133,7 +135,7 @@ class TokenBucket:
 
 
 class RateMeter:
-    """Counts bytes and remembers the best rate of a busy time.
+    """Counts bytes and remembers the rates of the last busy times, of which the best one counts.
 
     Handshakes and records of the DHT say nothing about a line. One that is always less busy is known by its rounds
     (`LinkBandwidth` of `training`).
@@ -141,7 +143,7 @@ class RateMeter:
 
     def __init__(self) -> None:
         self.total_bytes = 0
-        self.peak_bps: float | None = None
+        self._busy_bps = deque[float](maxlen=REMEMBERED_RATES)
         self._window_bytes = 0
         self._window_at = float("-inf")
         self._added_at = float("-inf")
@@ -155,12 +157,16 @@ class RateMeter:
             idle |= self._window_bytes < _BUSY_BYTES_PER_S * elapsed
             enough = self._window_bytes >= _ENOUGH_BYTES
             if enough and not idle:
-                self.peak_bps = max(self.peak_bps or 0.0, self._window_bytes * 8 / elapsed)
+                self._busy_bps.append(self._window_bytes * 8 / elapsed)
             if enough or idle:
                 self._window_bytes = 0
                 self._window_at = now
         self._window_bytes += size_bytes
         self._added_at = now
+
+    @property
+    def peak_bps(self) -> float | None:
+        return max(self._busy_bps, default=None)
 
 
 @dataclass(frozen=True)

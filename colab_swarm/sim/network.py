@@ -21,7 +21,7 @@ from typing import Any
 
 from colab_swarm.errors import CallRefused, PeerLost, PeerUnreachable, WrongPeer, require
 from colab_swarm.events import EventLog
-from colab_swarm.net.carrier import Loopback, NodeSettings, Path, Remote
+from colab_swarm.net.carrier import REMEMBERED_RATES, Loopback, NodeSettings, Path, Remote
 from colab_swarm.net.identity import Identity, id_of
 from colab_swarm.net.link import Link
 from colab_swarm.net.linker import Linker
@@ -36,6 +36,7 @@ EPOCH = 1_750_000_000.0  # wall-clock time at virtual second 0
 SETTINGS = NodeSettings()
 SILENCE_S = 3 * SETTINGS.keep_alive_s
 """Connections that a partition silences for this long break, as keep-alive would find. Nobody pings in a simulation."""
+_BUSY_BYTES = 1 << 16  # less traffic in a second says nothing about the rate
 DIAL_ROUND_TRIPS = 3  # TCP, the WebSocket upgrade, the handshake
 
 
@@ -45,21 +46,26 @@ class Pipe:
     def __init__(self, rate_bps: float) -> None:
         self.most_bps = self.rate_bps = rate_bps
         self.free_at = 0.0
-        self.peak_bps: float | None = None
         self._second = -1
-        self._second_bytes = 0
+        self._bytes_by_second = deque[int](maxlen=REMEMBERED_RATES)  # of busy ones, and of the present one
 
     def transfer(self, size_bytes: int, now: float, *, slowness: float) -> tuple[float, float]:
         """Queue ``size_bytes``; return when the first and the last bit pass."""
         begin = max(now, self.free_at)
         self.free_at = begin + size_bytes * 8 * slowness / self.rate_bps
+        seconds = self._bytes_by_second
         if int(self.free_at) != self._second:
             self._second = int(self.free_at)
-            self._second_bytes = 0
-        self._second_bytes += size_bytes
-        if self._second_bytes >= 1 << 16:  # less traffic says nothing about the rate
-            self.peak_bps = max(self.peak_bps or 0.0, self._second_bytes * 8.0)
+            if seconds and seconds[-1] < _BUSY_BYTES:
+                seconds.pop()
+            seconds.append(0)
+        seconds[-1] += size_bytes
         return begin, self.free_at
+
+    @property
+    def peak_bps(self) -> float | None:
+        """The best rate of the last busy seconds."""
+        return max((8.0 * busy for busy in self._bytes_by_second if busy >= _BUSY_BYTES), default=None)
 
 
 class SimCarrier(Loopback):

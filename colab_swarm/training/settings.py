@@ -3,6 +3,7 @@
 import functools
 import inspect
 import math
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from difflib import get_close_matches
@@ -16,6 +17,7 @@ from colab_swarm.averaging.result import RoundResult
 from colab_swarm.averaging.router import PrefixRouter
 from colab_swarm.dht.service import RunServices
 from colab_swarm.errors import SampleCountError, WeightError, require
+from colab_swarm.net.carrier import REMEMBERED_RATES
 from colab_swarm.net.peers import Peers
 from colab_swarm.tensors.codecs import Floats, Precision, mean_codec_for
 from colab_swarm.tensors.sparse import Sparse
@@ -36,33 +38,36 @@ def most_state_bytes(numel: int) -> int:
 
 
 _MEASURABLE_BYTES = 1 << 18  # a round that moved less says nothing about bandwidth
-KEPT_PER_ROUND = 0.98  # of the best bandwidth so far, as bandwidth changes
 
 
 class LinkBandwidth:
     """Bandwidth of a peer in both directions, as links and rounds measured it.
 
-    Rounds are often shorter than the second over which links measure. The best one counts for long.
+    Rounds are often shorter than the second over which links measure. The best of the last ones counts.
     """
 
     def __init__(self, peers: Peers) -> None:
         self._peers = peers
-        self._best_bps = [0.0, 0.0]  # of rounds: upload and download
+        self._uploads_bps = deque[float](maxlen=REMEMBERED_RATES)
+        self._downloads_bps = deque[float](maxlen=REMEMBERED_RATES)
 
     def on_round(self, result: RoundResult) -> None:
-        for direction, size_bytes in enumerate((result.sent_bytes, result.received_bytes)):
-            best_bps = KEPT_PER_ROUND * self._best_bps[direction]
+        for rates_bps, size_bytes in (
+            (self._uploads_bps, result.sent_bytes),
+            (self._downloads_bps, result.received_bytes),
+        ):
             if size_bytes >= _MEASURABLE_BYTES and result.exchange_s > 0:
-                best_bps = max(best_bps, 8 * size_bytes / result.exchange_s)
-            self._best_bps[direction] = best_bps
+                rates_bps.append(8 * size_bytes / result.exchange_s)
 
     def known(self) -> tuple[float | None, float | None]:
         """Return upload and download, bits per second; None where not measured."""
         links = self._peers.statistics()
-        upload_bps, download_bps = self._best_bps
-        return max(upload_bps, links.upload_bps or 0.0) or None, max(
-            download_bps, links.download_bps or 0.0
-        ) or None
+        upload_bps = max(self._uploads_bps, default=0.0)
+        download_bps = max(self._downloads_bps, default=0.0)
+        return (
+            max(upload_bps, links.upload_bps or 0.0) or None,
+            max(download_bps, links.download_bps or 0.0) or None,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,7 +3,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from colab_swarm.net import carrier
-from colab_swarm.net.carrier import LinkType, Metering, NodeSettings, Path, RateMeter, TokenBucket
+from colab_swarm.net.carrier import (
+    REMEMBERED_RATES,
+    LinkType,
+    Metering,
+    NodeSettings,
+    Path,
+    RateMeter,
+    TokenBucket,
+)
 from colab_swarm.net.peers import PeerId
 
 ALICE, BOB, CAROL, RELAY = map(PeerId, (b"alice", b"bob", b"carol", b"relay"))
@@ -33,7 +41,7 @@ def test_waiting_for_the_delay_never_exceeds_the_rate(sends: list[tuple[int, flo
 MB = 1_000_000
 
 
-def test_the_meter_remembers_the_best_busy_time() -> None:
+def test_the_meter_remembers_the_best_of_the_last_busy_times() -> None:
     meter = RateMeter()
     for step in range(31):
         meter.add(MB if step < 10 else MB // 2, now=step / 10)
@@ -42,6 +50,8 @@ def test_the_meter_remembers_the_best_busy_time() -> None:
     meter.add(100 * MB, now=3.1)
     meter.add(1, now=6.0)  # idle meanwhile
     assert meter.peak_bps == pytest.approx(10 * MB * 8)
+    feed(meter, MB, every_s=0.5, begin=6.5, until=7.5 + 1.01 * REMEMBERED_RATES)
+    assert meter.peak_bps == pytest.approx(2 * MB * 8, rel=0.01)  # the line has become slower
 
 
 def feed(meter: RateMeter, size_bytes: int, *, every_s: float, until: float, begin: float = 0.0) -> None:

@@ -14,6 +14,17 @@ COLAB = (
     'import sys; sys.modules["trl"] = None\nfrom tests.notebooks.cells import stand_in_for_colab as on_colab'
 )
 FORM = {"MODEL": "", "TARGET_BATCH_SIZE": 32, "MAX_STEPS": 40}
+# Else the first one may take all steps before the other one begins.
+BEGIN_TOGETHER = """
+import pathlib, time
+class BothAreThere(hf.TrainerCallback):
+    def on_train_begin(self, *arguments, **more):
+        here = pathlib.Path({meeting!r})
+        (here / swarm.name).touch()
+        while len(list(here.iterdir())) < 2:
+            time.sleep(0.02)
+trainer.add_callback(BothAreThere())
+"""
 KEEP = """
 frozen = [one for one in trainer.model.parameters() if not one.requires_grad]
 kept = [one.detach().clone() for one in frozen]
@@ -61,6 +72,8 @@ def test_friends_with_and_without_trl_train_one_adapter_and_leave_the_base_alone
     homes = {name: tmp_path / name for name in ("alice", "bob")}
     for home in homes.values():
         home.mkdir()
+    meeting = tmp_path / "meeting"
+    meeting.mkdir()
     first, second = (opened("finetune_together", home, HF_HUB_OFFLINE="1") for home in homes.values())
     with first as alice, second as bob:
         assert "finetune-together as worker" in run_to(alice, "FACTS", MY_NAME="alice", **FORM)
@@ -68,7 +81,7 @@ def test_friends_with_and_without_trl_train_one_adapter_and_leave_the_base_alone
         come_in(bob, INVITATION=invitation, MY_NAME="bob")
         for kernel in (alice, bob):
             assert "17,408" in run_to(kernel, "from colab_swarm.integrations")
-            kernel.execute(KEEP)
+            kernel.execute(KEEP + BEGIN_TOGETHER.format(meeting=str(meeting)))
         alice.run()
         refused_with_another_base(bob)
         assert "from step 0" in bob.run()

@@ -189,6 +189,37 @@ def wait(trainer: Trainer) -> None:
         trainer.optimizer.wait_step(timeout_s=60.0)
 
 
+def interrupt(trainer: Trainer) -> None:
+    """Ctrl-C in a step that waits, and the cell is run again 20 s later."""
+    trainer.until(60.0)
+    runner = trainer.optimizer._trainer._runtime
+    waiting = InterruptedRunner(runner)
+    trainer.optimizer._trainer._runtime = waiting  # type: ignore[assignment]
+    with pytest.raises(KeyboardInterrupt):
+        trainer.until(80.0)
+    trainer.optimizer._trainer._runtime = runner
+    trainer.sim.network.fire("interrupt")
+    trainer.idle(20.0)
+
+
+@dataclass
+class InterruptedRunner:
+    """Interrupts a trainer that waits for its group."""
+
+    runner: Any
+
+    def call(self, coroutine: Any) -> Any:
+        if coroutine.__name__ != "ready":
+            return self.runner.call(coroutine)
+        try:
+            return self.runner.call(asyncio.wait_for(coroutine, 0.01))
+        except TimeoutError:
+            raise KeyboardInterrupt from None
+
+    def time(self) -> float:
+        return float(self.runner.time())
+
+
 def part_twice(network: SimNetwork) -> None:
     network.at(60.0).partition({"alice", "bob"}, {"carol", "dave", "erin"})
     network.at(180.0).heal()
@@ -241,6 +272,7 @@ SCENES = {
     "one is paused, with overlap": Scene(life=pause, settings={"overlap": True}, short=1),
     "one is paused, with local steps": Scene(life=pause, settings={"local_steps": 2}, fewest=6, blamed=True),
     "one waits for each step": Scene(life=wait),
+    "one is interrupted in a step that waits": Scene(life=interrupt, blamed=True, faults=("interrupt",)),
     "one dies, with overlap": Scene(
         lambda network: network.at(61.0).crash("bob"),
         settings={"overlap": True},
