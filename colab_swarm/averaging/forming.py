@@ -97,6 +97,11 @@ def holders_of(group: Group) -> set[PeerId]:
     return {group.members[index].id for index in group.holders}
 
 
+def step_after(group: Group) -> int:
+    """Return the step of the members' state after a group's round; without any weight they take none."""
+    return group.terms.step + any(member.weight for member in group.members)
+
+
 @dataclass(frozen=True)
 class FormationSettings:
     """What all peers of a collaboration agree on.
@@ -140,7 +145,6 @@ class Formation:
         awaited: for whom a meeting waits; the service takes out whose link is lost.
         missing: live holders of the last group that do not stand here and have not said that they have no group of
             this step. The service sets it; no group is formed before they have answered.
-        has_asked: the members of the last group were asked once for the group of this step: before, nothing is granted.
     """
 
     def __init__(
@@ -155,7 +159,6 @@ class Formation:
         self.key = last.round_id if last else b""
         self.contacts: dict[PeerId, Contact] = {}
         self.missing: Collection[PeerId] = ()
-        self.has_asked = last is None
         self.awaited = set(settings.awaited)
         self._closes_at = math.inf  # a meeting
         self._me = me
@@ -163,8 +166,16 @@ class Formation:
         self._assistants: dict[PeerId, Ticket] = {}
         self._before = holders_of(last) if last else set()
         self._before_state = last.terms.key if last else None  # of these, until their round is over
+        self._next_step = step_after(last) if last else None
         self._told: set[PeerId] = set()  # of the last group, before their next report
         self.batch = Batch(settings.target, self.key, patience, now)
+        if last is not None:
+            granted = {
+                member.id: Participant(member.id, samples=grant)
+                for member, grant in zip(last.members, last.grants, strict=True)
+                if grant
+            }
+            self._carry_on(last, granted, now)
 
     # What peers say.
 
@@ -242,8 +253,8 @@ class Formation:
     @property
     def next_step(self) -> int:
         """The step of the next group; -1 while nobody here has a state."""
-        if self._before_state is not None:
-            return self._before_state[0] + 1
+        if self._next_step is not None:
+            return self._next_step
         return self.branch[0] if self.branch else -1
 
     @property
@@ -279,9 +290,11 @@ class Formation:
         """Return what to do now; ``live``: the peers that are believed to live, whether they stand here or not."""
         if self.settings.window_s is not None:
             return self._meet(now, self.settings.window_s)
-        holders = self.holders
-        if (not self.key and len(holders) < self.settings.least) or not self.has_asked:
+        if not self.key and len(self.holders) < self.settings.least:
             return Action()
+        for peer in self.batch.participants.keys() - self.contacts.keys() - set(live):
+            # It had a grant of the last group, and is gone.
+            self.batch.on_lost(peer)
         action = Action(self.batch.next_grants(now), look_at=self.batch.look_at(now))
         if not action.grants and self.batch.full and not self.missing and self._has_quorum(live):
             action.group = self._form(now)
@@ -312,7 +325,7 @@ class Formation:
 
     def _has_quorum(self, live: Collection[PeerId]) -> bool:
         """Return True if more than half of the last group's holders that live stand here."""
-        here = self._before & self.batch.participants.keys()
+        here = self._before & self.contacts.keys()
         alive = here | self._before.intersection(live)
         return 2 * len(here) > len(alive) or not alive
 
@@ -400,8 +413,13 @@ class Formation:
         self.key = group.round_id
         self._before = holders_of(group)
         self._before_state = group.terms.key
+        self._next_step = step_after(group)
         self._told = {member.id for member in group.members}
         self.batch = Batch(self.settings.target, self.key, self._patience, now)
+        self._carry_on(group, before, now)
+
+    def _carry_on(self, group: Group, before: Mapping[PeerId, Participant], now: float) -> None:
+        """Await the members of a group with its grants, as far as something is known of them ``before``."""
         for member, granted in zip(group.members, group.grants, strict=True):
             if member.id in before:
                 one = before[member.id]

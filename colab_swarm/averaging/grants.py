@@ -293,7 +293,8 @@ class Batch:
             return {}
         changed = {}
         for one, count in zip(awaited, counts, strict=True):
-            computes = one.report is not None and one.report.ticket is None and one.left > 0
+            # Who has not reported yet has begun all the same.
+            computes = one.left > 0 and (one.report is None or one.report.ticket is None)
             granted = one.counted + max(count, int(computes)) * one.samples
             if granted < one.granted:
                 one.granted = granted

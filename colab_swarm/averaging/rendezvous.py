@@ -442,9 +442,6 @@ class Rendezvous:
             )
             formation.missing = missing
             await asyncio.gather(*(self._ask(formation, peer) for peer in sorted(missing)))
-            if not formation.has_asked:
-                formation.has_asked = True
-                wake(self._changed)
             await wait_until(loop_now() + 1.0, self._changed)
 
     async def _look_for_better(self) -> None:

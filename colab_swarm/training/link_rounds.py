@@ -343,9 +343,13 @@ class LinkRounds(Rounds):
         """Return what the trainer does now, or None while it waits."""
         if self._group is not None:
             return Ready.CONTRIBUTE
+        missed = self.missed()
+        if self._rendezvous.first_step > self.view.own.step and not (missed or self._following):
+            # The others took this step while it stood nowhere.
+            self._needs_state = True
         if self.behind:
             return Ready.CATCH_UP
-        if self.missed():
+        if missed:
             return Ready.FOLLOW
         if not stays and not self.share.used_up and not self._following:
             return Ready.COMPUTE

@@ -9,6 +9,9 @@ import pytest
 import colab_swarm as cs
 from colab_swarm.events import StepFinished
 from colab_swarm.swarm.swarm import Swarm
+from colab_swarm.training.link_rounds import LinkRounds
+from colab_swarm.training.rounds import Ready
+from colab_swarm.training.settings import StepOffer
 from tests.training.toy import join_training, model, take, wait_for_peers
 
 COMMON_STEPS, IDLE_UNTIL_S, LAST = 3, 300.0, 90
@@ -69,3 +72,23 @@ def test_a_peer_goes_on_from_the_steps_of_one_that_has_left() -> None:
     with cs.simulate(2, network="lan", seed=0, samples_per_s=4.0) as sim:
         reached = sim.run(follow_and_go_on_alone, seconds=100)
     assert reached["alice"] > reached["bob"] + 10
+
+
+def test_a_peer_whose_organizer_is_a_step_further_takes_the_state() -> None:
+    """The others may wait for it, and take no further step that would show it how far they are."""
+
+    def train(swarm: Swarm) -> tuple[Ready, Ready]:
+        optimizer = join_training(swarm, net := model(), target_batch_size=4)
+        while optimizer.global_step < 2:
+            take(optimizer, net, optimizer.global_step, slice(0, 2))
+        rounds = optimizer.rounds
+        assert isinstance(rounds, LinkRounds)
+
+        def ready_after(first_step: int) -> Ready:
+            rounds._rendezvous.first_step = first_step  # as told to who comes to stand there
+            return swarm.runtime.call(rounds.ready(StepOffer(0.0), swarm.runtime.time() + 10.0, idle=True))
+
+        return ready_after(2), ready_after(3)
+
+    with cs.simulate(1, network="lan", seed=0) as sim:
+        assert sim.run(train)["alice"] == (Ready.NOTHING, Ready.CATCH_UP)
