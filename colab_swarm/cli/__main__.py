@@ -108,7 +108,6 @@ def _network_options(options: Options, *, relay: bool | RelayQuota = False) -> N
         listen=not options.no_listen,
         relay=relay or options.relay,
         use_relays=not options.no_relays,
-        punch=not options.no_punch,
         lan=not options.no_lan,
         **_set_values(options, "port", "announce", "identity", "tunnel", "upload_mbit_s", "download_mbit_s"),
     )

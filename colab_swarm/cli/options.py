@@ -63,7 +63,6 @@ NETWORK: Arguments = {
     "--no-listen": ("only dial out", FLAG),
     "--relay": ("relay for peers that cannot be dialled; backbones always do", FLAG),
     "--no-relays": ("do not use relays to be reached", FLAG),
-    "--no-punch": ("do not turn relayed links into direct ones", FLAG),
     "--no-lan": ("do not announce the run in the local network", FLAG),
     "--tunnel": ("open a public address for this peer", {"choices": TUNNELS}),
     "--upload-mbit-s": ("upload limit, Mbit/s", FLOAT),

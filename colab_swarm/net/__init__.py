@@ -15,7 +15,7 @@ encrypted from end to end, passes wherever a WebSocket passes, and carries many 
       v in packets of 124 KiB at most                                        |
       v noise.py: sealed by AES-GCM, with a counter                          |
       v websocket.py: WebSocket messages                                     |
-      '---------- direct, punched, relayed, by iroh or through a tunnel -----'
+      '---------- direct, relayed, by iroh or through a tunnel ------'
 
 A **peer** is an Ed25519 key; its id is the SHA-256 of the public key (`colab_swarm.net.identity`).
 The **handshake** (`colab_swarm.net.handshake`) is Noise XX, revision 34, with X25519 and SHA-256.
@@ -53,15 +53,13 @@ checks again every 300 s and whenever the network changes. `swarm.reachability.e
 | direct | they dial a public address | `colab_swarm.net.linker` |
 | LAN | peers in the same network dial it | `colab_swarm.net.lan` |
 | iroh | QUIC between keys, with hole punching and relays of its own; no account | `colab_swarm.net.iroh` |
-| punched | links start at a relay and continue directly, through both NATs | `colab_swarm.net.upgrade` |
 | relayed by … | a relay copies its bytes unread | `colab_swarm.net.relay` |
 | tunnel … | an ngrok or cloudflared tunnel | `colab_swarm.net.tunnels` |
 | outgoing only | it dials others and is called back over these links | |
 
 A peer holds places at the two nearest relays. A ticket is valid for 15 s and once; a circuit that is silent for 120 s
-is closed. A punch takes 4 s at most; it fails if one NAT takes a new port for every connection, unless the other is a
-full cone, and on Windows. An end that cannot punch, or whose router changes ports, stays on its relay unless it dials.
-Failed punches are tried again every 3 minutes. `cs.RelayQuota` limits places, circuits, bytes and bandwidth of a relay.
+is closed. `cs.RelayQuota` limits places, circuits, bytes and bandwidth of a relay. Two peers behind NATs get a direct
+path by iroh only, which punches holes.
 
 **At least one peer must be reachable.** Without one, peers train alone and diverge; when it is
 back, one branch wins. A relay that is cut off is noticed after half a minute.
@@ -100,9 +98,6 @@ Two cores of a shared virtual machine, over loopback, encrypted:
 - `relay.vs_direct`: throughput through a relay, share of the direct link's; three processes: **49 %**
 - `relay.idle_mb`, `relay.idle_cpu_percent`: 100 idle circuits at a relay: **7 MB, 0.3 % of a core**
 
-NAT hole punching in network namespaces (`python -m tests.netlab.matrix`: root, iproute2, iptables) succeeds in 40 of 40
-tries, 0.29 s after the first call. Pairs with a router that changes ports use a relay after 0.18 s.
-
 By iroh on loopback, 240 MB/s pass for 6.1 CPU seconds per GB at both ends together, of which iroh alone takes 3.7; a
 call takes 0.6 ms.
 
@@ -110,5 +105,5 @@ In a copy of the repository, `python -m tests.benchmarks link` or `relay` measur
 
 ## Sources
 
-Noise Protocol Framework, revision 34; RFC 6455 (WebSocket); RFC 9293 section 3.5 (simultaneous open).
+Noise Protocol Framework, revision 34; RFC 6455 (WebSocket).
 """

@@ -194,7 +194,6 @@ class LinkType(StrEnum):
     """How a link reaches the other end."""
 
     DIRECT = "direct"
-    PUNCHED = "punched"
     IROH = "iroh"
     TUNNEL = "tunnel"
     RELAYED = "relayed"
@@ -206,20 +205,19 @@ class Path:
 
     Attributes:
         relay: the relay of a relayed link.
-        local, remote: this end and the other end of the TCP connection; None in memory.
+        remote: the other end of the TCP connection; None in memory.
         address: the dial address that worked; empty at the end that was dialled.
     """
 
     way: LinkType = LinkType.DIRECT
     relay: PeerId | None = None
-    local: HostPort | None = None
     remote: HostPort | None = None
     address: str = ""
 
     @property
     def seen_host(self) -> str:
         """IP address of the other end; empty behind a relay or a tunnel, whose own address is all we see."""
-        if self.remote is None or self.way not in (LinkType.DIRECT, LinkType.PUNCHED):
+        if self.remote is None or self.way is not LinkType.DIRECT:
             return ""
         return self.remote[0]
 
@@ -264,7 +262,7 @@ class Receiver(Protocol):
 class Loopback:
     """One end of a carrier in memory, as a peer's link to itself and the simulator have; seals nothing."""
 
-    ends: tuple[HostPort | None, HostPort | None] = (None, None)
+    remote_end: HostPort | None = None
     other: Self
 
     def __init__(self) -> None:

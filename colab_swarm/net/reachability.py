@@ -27,7 +27,6 @@ from colab_swarm.net.patience import VisitLimit
 from colab_swarm.net.peers import MAX_ADDRESSES, Ack, Contact, Message, PeerId, Refusal, short
 from colab_swarm.net.relay import Circuits
 from colab_swarm.net.tunnels import Tunnel, TunnelSettings
-from colab_swarm.net.upgrade import Upgrades
 
 logger = logging.getLogger(__name__)
 # An open port answers within three round trips, so one address takes no longer.
@@ -68,7 +67,6 @@ class ReachabilityLevel(StrEnum):
     DIRECT = "direct"
     LAN = "LAN"
     IROH = "iroh"
-    PUNCHED = "punched"
     RELAYED = "relayed"
     TUNNEL = "tunnel"
     UNVERIFIED = "waiting for the first peer"
@@ -81,7 +79,6 @@ _LEVELS = (
     ReachabilityLevel.DIRECT,
     ReachabilityLevel.LAN,
     ReachabilityLevel.IROH,
-    ReachabilityLevel.PUNCHED,
     ReachabilityLevel.RELAYED,
     ReachabilityLevel.TUNNEL,
     ReachabilityLevel.UNVERIFIED,
@@ -141,20 +138,11 @@ class ReachabilityPolicy:
         self.places: Mapping[PeerId, tuple[str, ...]] = {}
         self.tunnel: str | None = None
         self.iroh: tuple[str, ...] = ()
-        self._punched: set[PeerId] = set()
         self.why = {
             ReachabilityLevel.IROH: "not requested; iroh='public' uses its free relays",
-            ReachabilityLevel.PUNCHED: "no peer has been met through a relay yet",
             ReachabilityLevel.RELAYED: "no relay of the run is known",
             ReachabilityLevel.TUNNEL: "not requested; tunnel='ngrok' opens one",
         }
-
-    def on_punched(self, peer: PeerId, fault: str | None) -> None:
-        if fault is None:
-            self._punched.add(peer)
-        else:
-            self._punched.discard(peer)
-            self.why[ReachabilityLevel.PUNCHED] = fault
 
     @property
     def dialable(self) -> bool:
@@ -199,8 +187,6 @@ class ReachabilityPolicy:
             addresses[ReachabilityLevel.LAN] = [*local, *self.iroh, *circuits]
         if self.iroh:
             addresses[ReachabilityLevel.IROH] = [*carried, *self._own(local=True)]
-        if circuits and self._punched:
-            addresses[ReachabilityLevel.PUNCHED] = carried
         if circuits:
             addresses[ReachabilityLevel.RELAYED] = carried
         if self.tunnel:
@@ -257,7 +243,6 @@ class ReachabilityWatch:
         *,
         trusted: tuple[str, ...] = (),
         use_relays: bool = True,
-        punch: bool = True,
         tunnel: TunnelSettings | None = None,
     ) -> None:
         self._node = node
@@ -278,10 +263,6 @@ class ReachabilityWatch:
             self._policy.places = self._circuits.places
         else:
             self._policy.why[ReachabilityLevel.RELAYED] = "this peer uses no relay (use_relays=False)"
-        if not punch:
-            self._policy.why[ReachabilityLevel.PUNCHED] = "this peer punches no holes (punch=False)"
-        elif self._circuits is not None:
-            Upgrades(node, self._circuits.seen_at.get, self._on_upgrade, rng)
         node.serve(DialBack, self._on_dial_back)
         node.serve(Moved, self._on_moved)
 
@@ -356,10 +337,6 @@ class ReachabilityWatch:
             return str(error).removeprefix(f"{address}: ").removeprefix(f"{address} ")[:200]
         return ""
 
-    def _on_upgrade(self, peer: PeerId, fault: str | None) -> None:
-        self._policy.on_punched(peer, fault)
-        self._update()
-
     def _on_tunnel(self, address: str | None) -> None:
         self._policy.tunnel = address
         self._policy.why[ReachabilityLevel.TUNNEL] = "it was lost and is being opened again"
@@ -390,6 +367,8 @@ class ReachabilityWatch:
 
     async def _on_moved(self, peer: PeerId, moved: Moved) -> Ack:
         self._node.linker.book.replace(Contact(peer, moved.addresses))
+        if self._circuits is not None:
+            self._node.linker.spawn(self._circuits.leave_relay(peer))
         return Ack()
 
     async def _keep(self) -> None:

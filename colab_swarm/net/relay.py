@@ -17,6 +17,7 @@ import logging
 import os
 import random
 from collections.abc import Awaitable, Callable, Container
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Annotated
@@ -25,11 +26,11 @@ import msgspec
 
 from colab_swarm.errors import PeerError, PeerLost, PeerUnreachable, require
 from colab_swarm.markup import settings
-from colab_swarm.net.addresses import host_of, is_local, is_loopback, relay_of
-from colab_swarm.net.carrier import HostPort, LinkType, Path, TokenBucket, Traffic
-from colab_swarm.net.handshake import TICKET, HandshakeReceiver
+from colab_swarm.net.addresses import host_of, is_address, is_local, is_loopback, relay_of
+from colab_swarm.net.carrier import LinkType, Path, TokenBucket, Traffic
+from colab_swarm.net.handshake import TICKET, Address, HandshakeReceiver, dial_any
 from colab_swarm.net.node import Node
-from colab_swarm.net.peers import CIRCUIT, Ack, Contact, Message, PeerId, Refusal, Role, short
+from colab_swarm.net.peers import CIRCUIT, MAX_ADDRESSES, Ack, Contact, Message, PeerId, Refusal, Role, short
 from colab_swarm.net.websocket import MAX_MESSAGE_BYTES, SCRATCH_BYTES, WebSocket, write_message
 from colab_swarm.runtime import wait_until
 
@@ -62,17 +63,10 @@ OFFERS_AT_ONCE = 32
 _HELD_BONUS = 0.7
 _Id = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
 Token = Annotated[bytes, msgspec.Meta(min_length=_TOKEN_BYTES, max_length=_TOKEN_BYTES)]
-_Seen = tuple[Annotated[str, msgspec.Meta(max_length=64)], int]
 
 
 class Reserve(Message, frozen=True):
-    """Requests a place: others may reach the sender through the relay."""
-
-
-class Reserved(Message, frozen=True):
-    """A place for 5 minutes, at most while the link is open; the relay sees the peer at ``seen``."""
-
-    seen: _Seen
+    """Requests a place for 5 minutes, at most while the link is open: others may reach the sender through the relay."""
 
 
 class OpenCircuit(Message, frozen=True):
@@ -82,10 +76,9 @@ class OpenCircuit(Message, frozen=True):
 
 
 class CircuitTicket(Message, frozen=True):
-    """The caller shows ``token`` at the relay's port; ``seen`` as in `Reserved`."""
+    """The caller shows ``token`` at the relay's port."""
 
     token: Token
-    seen: _Seen
 
 
 class CircuitOffer(Message, frozen=True):
@@ -93,6 +86,12 @@ class CircuitOffer(Message, frozen=True):
 
     peer: _Id
     token: Token
+
+
+class Inside(Message, frozen=True):
+    """The sender's addresses in its own network, answered by the other's: they may be behind one router."""
+
+    addresses: Annotated[tuple[Address, ...], msgspec.Meta(max_length=MAX_ADDRESSES)]
 
 
 @dataclass(frozen=True)
@@ -232,18 +231,14 @@ class Relay:
         for circuit in list(self.state.circuits):
             self.end(circuit, "the relay closed")
 
-    async def _on_reserve(self, peer: PeerId, message: Reserve) -> Reserved:
+    async def _on_reserve(self, peer: PeerId, message: Reserve) -> Ack:
         self.state.reserve(peer, self._loop.time())
         self._node.linker.pinned.add(peer)
-        return Reserved(self._seen(peer))
+        return Ack()
 
     def _on_lost(self, peer: PeerId) -> None:
         self.state.places.pop(peer, None)
         self._node.linker.pinned.discard(peer)
-
-    def _seen(self, peer: PeerId) -> HostPort:
-        path = self._node.path_to(peer) or Path()
-        return path.remote or ("", 0)
 
     async def _on_open(self, peer: PeerId, message: OpenCircuit) -> CircuitTicket:
         called = PeerId(message.peer)
@@ -253,7 +248,7 @@ class Relay:
         circuit = self.state.open(peer, called, self._loop.time(), os.urandom)
         caller_token, called_token = circuit.tokens
         self._node.linker.spawn(self._offer(circuit, called, CircuitOffer(peer, called_token)))
-        return CircuitTicket(caller_token, self._seen(peer))
+        return CircuitTicket(caller_token)
 
     async def _offer(self, circuit: Circuit, called: PeerId, offer: CircuitOffer) -> None:
         try:
@@ -394,14 +389,13 @@ class Circuits:
         self._look = asyncio.Event()
         self._looked = asyncio.Event()
         self._keeping: asyncio.Task[None] | None = None
-        # The address at which each relay sees this peer.
-        self.seen_at: dict[PeerId, HostPort] = {}
         # The relay of each offer that is being accepted.
         self._accepting: list[PeerId] = []
         # The circuit addresses at each relay.
         self.places: dict[PeerId, tuple[str, ...]] = {}
         node.linker.open_circuit = self._open
         node.serve(CircuitOffer, self._on_offer, role=Role.REDUCER)
+        node.serve(Inside, self._on_inside)
         node.on_lost(self._on_lost)
 
     def start(self) -> None:
@@ -421,7 +415,6 @@ class Circuits:
     async def _open(self, relay: Contact, peer: PeerId, receiver: HandshakeReceiver) -> WebSocket:
         self._node.learn(relay)
         ticket = await self._node.call(relay.id, OpenCircuit(peer), CircuitTicket, timeout_s=CALL_TIMEOUT_S)
-        self.seen_at[relay.id] = ticket.seen
         # The handshake begins when the relay reports that the other end is connected.
         receiver.held = True
         return await self._show(relay.id, ticket.token, receiver)
@@ -456,11 +449,33 @@ class Circuits:
         connect = partial(self._show, relay, offer.token)
         path = Path(LinkType.RELAYED, relay=relay)
         try:
-            await self._node.linker.shake_hands(connect, expected=None, path=path)
+            link = await self._node.linker.shake_hands(connect, expected=None, path=path)
         except PeerError as error:
             logger.info("circuit of %s through %s: %s", short(PeerId(offer.peer)), short(relay), error)
+            return
         finally:
             self._accepting.remove(relay)
+        await self.leave_relay(link.peer)
+
+    async def leave_relay(self, peer: PeerId) -> None:
+        """Dial a peer that is linked by a relay, where it can be dialled or behind the same router."""
+        path = self._node.path_to(peer)
+        if path is None or path.way is not LinkType.RELAYED:
+            return
+        own = Inside(self._inside)
+        with suppress(PeerError):
+            theirs = await self._node.call(peer, own, Inside, timeout_s=CALL_TIMEOUT_S)
+            addresses = (*self._node.contact_of(peer).addresses, *theirs.addresses)
+            direct = [address for address in addresses if is_address(address) and relay_of(address) is None]
+            await dial_any(direct, partial(self._node.linker.dial_direct, peer))
+
+    @property
+    def _inside(self) -> tuple[str, ...]:
+        """The addresses of this machine in its own network."""
+        return tuple(address for address in self._node.listening() if not is_loopback(host_of(address)))
+
+    async def _on_inside(self, peer: PeerId, message: Inside) -> Inside:
+        return Inside(self._inside)
 
     async def _keep(self) -> None:
         while True:
@@ -506,7 +521,7 @@ class Circuits:
 
     async def _reserve(self, relay: PeerId) -> None:
         try:
-            reserved = await self._node.call(relay, Reserve(), Reserved, timeout_s=CALL_TIMEOUT_S)
+            await self._node.call(relay, Reserve(), Ack, timeout_s=CALL_TIMEOUT_S)
             entries = self._entries(relay)
         except PeerError as error:
             logger.info("no place at relay %s: %s", short(relay), error)
@@ -516,7 +531,6 @@ class Circuits:
         # Others may have to dial it elsewhere than we do: public addresses come first.
         entries.sort(key=_nearness)
         circuits = tuple(f"{entry}{CIRCUIT}{relay.hex()}" for entry in entries[:_ENTRIES])
-        self.seen_at[relay] = reserved.seen
         if self.places.get(relay) != circuits:
             self.places[relay] = circuits
             self._on_change()
@@ -530,7 +544,6 @@ class Circuits:
             self._on_change()
 
     def _on_lost(self, peer: PeerId) -> None:
-        self.seen_at.pop(peer, None)
         if peer in self.places:
             self._forget([peer])
             self._look.set()

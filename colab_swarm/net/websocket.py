@@ -14,7 +14,6 @@ import asyncio
 import base64
 import hashlib
 import os
-import socket
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -31,8 +30,6 @@ HIGH_WATER_BYTES = 1 << 18
 # A closed connection has this time to send its queued bytes.
 LINGER_S = 10.0
 _NO_FAREWELL = "its connection ended without a farewell: it was killed, or has lost its network"
-# Windows has only SO_REUSEADDR, which lets any process take a port.
-CAN_PUNCH = hasattr(socket, "SO_REUSEPORT")
 _SWITCH = (
     "HTTP/1.1 101 Switching Protocols\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
     "Sec-WebSocket-Accept: {}\r\n\r\n"
@@ -156,11 +153,8 @@ class WebSocket(asyncio.BufferedProtocol):
         transport.resume_reading()
 
     @property
-    def ends(self) -> tuple[HostPort | None, HostPort | None]:
-        return self._end("sockname"), self._end("peername")
-
-    def _end(self, name: str) -> HostPort | None:
-        end = self._transport.get_extra_info(name)
+    def remote_end(self) -> HostPort | None:
+        end = self._transport.get_extra_info("peername")
         if not end:
             return None
         # A socket for both families puts ::ffff: before IPv4 addresses.
@@ -283,27 +277,6 @@ class WebSocket(asyncio.BufferedProtocol):
         if not self._closed.done():
             self._closed.set_result(None)
         self.receiver.on_lost(self._reason or str(exc or "") or _NO_FAREWELL)
-
-
-def bound_socket(family: int = socket.AF_INET, port: int = 0) -> socket.socket:
-    """Return a TCP socket on a local port that further sockets made here may share; port 0 takes a free one.
-
-    Every connection whose port is to be punched from later must be dialled from such a socket.
-    """
-    bound = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        bound.setblocking(False)
-        if CAN_PUNCH:
-            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        if family == socket.AF_INET6:
-            bound.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-        every_interface = "::" if family == socket.AF_INET6 else "0.0.0.0"
-        bound.bind((every_interface, port))
-    except OSError:
-        bound.close()
-        raise
-    return bound
 
 
 async def dial(

@@ -69,7 +69,6 @@ class NetworkOptions:
         upload_mbit_s, download_mbit_s: bounds on this peer's traffic.
         relay: relay for peers that cannot be dialled: True, or a quota.
         use_relays: let relays reach this peer where nothing better works.
-        punch: try to turn relayed links into direct ones.
         iroh: let others reach this peer by iroh, which needs no account and no port: at its IP addresses
             (``direct``), through the free relays of iroh's makers (``public``; 1 GB a session), or through your
             own iroh relay (its https address).
@@ -87,7 +86,6 @@ class NetworkOptions:
     download_mbit_s: float | None = None
     relay: bool | RelayQuota = False
     use_relays: bool = True
-    punch: bool = True
     iroh: str | None = None
     tunnel: Literal["ngrok", "cloudflared"] | TunnelSettings | None = None
     lan: bool = True
@@ -114,7 +112,7 @@ class NetworkOptions:
 
     def without_links(self) -> "NetworkOptions":
         """Return them for a run in a bucket."""
-        return replace(self, listen=False, lan=False, use_relays=False, punch=False)
+        return replace(self, listen=False, lan=False, use_relays=False)
 
     @classmethod
     def from_saved(cls, saved: dict[str, Any]) -> "NetworkOptions":
@@ -157,7 +155,6 @@ class NetworkSession:
             services.rng,
             trusted=tuple(options.announce),
             use_relays=options.use_relays,
-            punch=options.punch,
             tunnel=options.tunnel if isinstance(options.tunnel, TunnelSettings) else None,
         )
         self.relay: Relay | None = None

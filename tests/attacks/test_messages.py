@@ -24,7 +24,6 @@ from colab_swarm.errors import PeerError, StateError
 from colab_swarm.events import Fault
 from colab_swarm.net.link import Link
 from colab_swarm.net.peers import Message, PeerId, Role
-from colab_swarm.net.upgrade import Upgrade
 from colab_swarm.tensors import chunks as chunks_module
 from colab_swarm.tensors.chunks import MAX_STATE_BYTES, StateChunk, chunk_bytes
 from colab_swarm.training.state import DescribeState
@@ -56,7 +55,7 @@ class Full:
         )
         self.calls: list[Any] = calls
         self.streams: list[Any] = streams
-        self.items: list[Any] = [Chunk, StateChunk, Upgrade, StepReport, News, *streams]
+        self.items: list[Any] = [Chunk, StateChunk, StepReport, News, *streams]
         rounds = self.optimizer.rounds
         own = rounds.view.own
         self.known = [
@@ -172,7 +171,7 @@ def test_every_service_of_a_full_peer_is_attacked(full: Full) -> None:
         ),
         *("DescribeState", "FetchState", "ForwardExpert", "BackwardExpert", "KeepSave", "FetchSave"),
         *("RequestMembership", "ShareRevoked", "Reserve", "OpenCircuit", "CircuitOffer", "DialBack"),
-        *("Moved", "Upgrade", "MeasureSpeed"),
+        *("Moved", "MeasureSpeed"),
     }
 
 

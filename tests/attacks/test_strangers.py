@@ -20,7 +20,6 @@ from colab_swarm.net.linker import REDIAL_S
 from colab_swarm.net.node import Node
 from colab_swarm.net.peers import Contact, PeerId
 from colab_swarm.net.reachability import DialBack, DialledBack, ReachabilityWatch
-from colab_swarm.net.upgrade import allowed
 from colab_swarm.notebook.page import ANSWERS_PER_S, StatusPage
 from tests.net.swarm import LOOPBACK, Echo, candidates, peers, start, until
 
@@ -185,13 +184,6 @@ async def test_a_peer_named_at_anothers_address_does_not_keep_that_one_busy() ->
         assert await alice.call(bob.id, Echo(b"x"), Echo, timeout_s=5) == Echo(
             b"x"
         )  # its own peer is reached
-
-
-def test_a_hole_is_punched_into_no_network_of_ours_for_a_peer_from_elsewhere() -> None:
-    us, router, them = ("198.51.100.7", 4), ("192.168.1.1", 80), ("203.0.113.9", 5)
-    assert allowed([them, router], [us]) == (them,)
-    assert allowed([("198.51.100.7", 9), router], [us]) == (("198.51.100.7", 9), router)  # behind our NAT
-    assert allowed([router], []) == ()
 
 
 TLS = b"\x16\x03\x01" + bytes(90)

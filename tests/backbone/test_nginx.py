@@ -154,7 +154,7 @@ def backbone_behind(nginx: Nginx) -> Iterator[Backbone]:
 
 @contextmanager
 def joined(invitation: str, name: str) -> Iterator[tuple[cs.Swarm, Node]]:
-    options = cs.NetworkOptions(listen=False, lan=False, punch=False)
+    options = cs.NetworkOptions(listen=False, lan=False)
     with cs.join(invitation, peer_name=name, options=options) as swarm:
         assert swarm.network is not None
         yield swarm, swarm.network.node

@@ -169,7 +169,7 @@ def test_a_neighbour_makes_it_a_lan_until_a_peer_outside_fails() -> None:
     assert str(decided) == "relayed by 72727272" and decided.addresses == (CIRCUIT,)
 
 
-def test_a_punched_link_is_better_than_a_relayed_one_and_a_tunnel_comes_last() -> None:
+def test_a_relay_is_better_than_a_tunnel() -> None:
     one = policy()
     one.reports[BOB] = DialledBack("203.0.113.7", ((PRIVATE, SILENT),))
     one.tunnel = "wss://swarm.example"
@@ -177,10 +177,6 @@ def test_a_punched_link_is_better_than_a_relayed_one_and_a_tunnel_comes_last() -
     one.places = {RELAY: (CIRCUIT,)}
     assert one.decide().level is ReachabilityLevel.RELAYED
     assert one.decide().addresses == (CIRCUIT, "wss://swarm.example")
-    one.on_punched(ALICE, None)
-    assert one.decide().level is ReachabilityLevel.PUNCHED
-    one.on_punched(ALICE, "the holes did not meet")
-    assert one.decide().level is ReachabilityLevel.RELAYED
     one.places, one.tunnel = {}, None
     assert one.decide().level is ReachabilityLevel.OUTGOING
 
@@ -189,7 +185,7 @@ def test_each_higher_level_says_why_it_does_not_work() -> None:
     one = policy()
     one.reports[BOB] = DialledBack("203.0.113.7", ((PRIVATE, SILENT),))
     why = dict(one.decide().reasons)
-    assert list(why) == list(ReachabilityLevel)[:6]
+    assert list(why) == list(ReachabilityLevel)[:5]
     assert why[ReachabilityLevel.DIRECT] == "this machine has no public address"
     assert why[ReachabilityLevel.LAN] == f"dialled back at {PRIVATE}, {SILENT}; a NAT or firewall blocks it"
     assert "tunnel='ngrok'" in why[ReachabilityLevel.TUNNEL]

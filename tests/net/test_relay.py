@@ -310,7 +310,6 @@ async def test_a_place_lasts_as_long_as_the_link_which_stays_open_unused() -> No
             bob.announce((f"{carol.contact.addresses[0]}/relay/{carol.id.hex()}",))
             circuits.start()
             await until(lambda: bool(circuits.places))
-            assert circuits.seen_at[carol.id][0] == "127.0.0.1"
             (link,) = carol.linker.table.of(bob.id)
             await until(lambda: asyncio.get_running_loop().time() - link.used_at > 4 * changes["idle_link_s"])
             assert set(relay.state.places) == {bob.id} == carol.linked() and circuits.places
@@ -358,11 +357,11 @@ async def test_a_relay_that_drops_peers_with_a_place_is_retried_after_a_pause() 
     async with peers("alice", listen=False) as (alice,), peers("carol") as (carol,):
         places: list[PeerId] = []
 
-        async def drop(peer: PeerId, message: module.Reserve) -> module.Reserved:
+        async def drop(peer: PeerId, message: module.Reserve) -> Ack:
             places.append(peer)
             loop = asyncio.get_running_loop()
             loop.call_later(0.002, lambda: [link.abort("") for link in carol.linker.table.of(peer)])
-            return module.Reserved(("192.0.2.1", 1))
+            return Ack()
 
         carol.serve(module.Reserve, drop)
         circuits = Circuits(alice, candidates(carol), lambda: None, random.Random(1))

@@ -5,7 +5,7 @@
 
 OPTIONS is JSON for `NetworkOptions`. The first line printed has the peer's contact (id and addresses), its reachability
 and an invitation; ``["reach"]`` prints the like again. The other commands are coroutines here of the same name:
-``["path", CONTACT, WAY, SECONDS]``, ``["send", CONTACT, BYTES]``, ``["drop", CONTACT]``.
+``["path", CONTACT, WAY, SECONDS]``, ``["send", CONTACT, BYTES]``.
 """
 
 import asyncio
@@ -84,14 +84,7 @@ async def path(node: Node, peer: PeerId, way: str, seconds: float) -> dict[str, 
     return {"path": str(node.path_to(peer)), **times}
 
 
-async def drop(node: Node, peer: PeerId) -> dict[str, Any]:
-    links = node.linker.table.of(peer)
-    for link in links:
-        link.abort("the link was broken by a test")
-    return {"dropped": len(links)}
-
-
-COMMANDS = {command.__name__: command for command in (send, path, drop)}
+COMMANDS = {command.__name__: command for command in (send, path)}
 
 
 async def obey(node: Node, command: str, contact: tuple[str, list[str]], *rest: Any) -> dict[str, Any]:

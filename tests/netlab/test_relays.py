@@ -22,7 +22,7 @@ def wait_relays(peer: LabPeer, relays: set[str]) -> None:
 def test_peers_meet_again_when_the_only_relay_comes_back(tmp_path: Path) -> None:
     with Lab(Site("a"), Site("b")) as lab:
         relay = create(lab, "pub", identity=str(tmp_path / "key"))
-        alice, bob = join(lab, relay.invite, "a", "b", punch=False)
+        alice, bob = join(lab, relay.invite, "a", "b")
         assert alice.send(bob, 1 << 20)["intact"]
         relay.program.kill()
         assert "error" in alice.ask("path", bob.contact, "", 1.0)

@@ -24,7 +24,7 @@ def test_a_capture_at_the_relay_holds_nothing_of_a_relayed_tensor() -> None:
     texts = [payload[begin : begin + TEXT_BYTES] for begin in range(0, SIZE, PIECE_BYTES // 8)]
     with Lab(Site("a"), Site("b")) as lab:
         relay = create(lab, "pub")
-        alice, bob = join(lab, relay.invite, "a", "b", punch=False)
+        alice, bob = join(lab, relay.invite, "a", "b")
         sniffer = lab.python("pub", "tests.netlab.sniffer")
         assert sniffer.line() == {"ready": True}
         sent = alice.send(bob, SIZE)

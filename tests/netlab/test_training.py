@@ -21,9 +21,8 @@ def wait_told(program: Program, event: str) -> Any:
 @pytest.mark.parametrize(
     ("flags", "reached"),
     [
-        ((), "punched"),
-        (("--no-punch",), "relayed by"),
-        (("--no-listen", "--no-relays", "--no-punch"), "outgoing only"),
+        ((), "relayed by"),
+        (("--no-listen", "--no-relays"), "outgoing only"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
