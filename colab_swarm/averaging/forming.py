@@ -143,6 +143,7 @@ class Formation:
         contacts: of those that stand here.
         batch: of the present step.
         awaited: for whom a meeting waits; the service takes out whose link is lost.
+        next_step: of the next group; 0 before the first one here: the state of any step will do.
         missing: live holders of the last group that do not stand here and have not said that they have no group of
             this step. The service sets it; no group is formed before they have answered.
     """
@@ -166,7 +167,7 @@ class Formation:
         self._assistants: dict[PeerId, Ticket] = {}
         self._before = holders_of(last) if last else set()
         self._before_state = last.terms.key if last else None  # of these, until their round is over
-        self._next_step = step_after(last) if last else None
+        self.next_step = step_after(last) if last else 0
         self._told: set[PeerId] = set()  # of the last group, before their next report
         self.batch = Batch(settings.target, self.key, patience, now)
         if last is not None:
@@ -249,13 +250,6 @@ class Formation:
         if not states:
             return None
         return branch_of(states, self._organized)
-
-    @property
-    def next_step(self) -> int:
-        """The step of the next group; -1 while nobody here has a state."""
-        if self._next_step is not None:
-            return self._next_step
-        return self.branch[0] if self.branch else -1
 
     @property
     def holders(self) -> list[Participant]:
@@ -413,7 +407,7 @@ class Formation:
         self.key = group.round_id
         self._before = holders_of(group)
         self._before_state = group.terms.key
-        self._next_step = step_after(group)
+        self.next_step = step_after(group)
         self._told = {member.id for member in group.members}
         self.batch = Batch(self.settings.target, self.key, self._patience, now)
         self._carry_on(group, before, now)

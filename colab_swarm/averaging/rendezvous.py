@@ -537,8 +537,7 @@ class Rendezvous:
                 return
             self._gone.forgive(stream.peer)
             queue = self._queues[stream.peer] = asyncio.Queue[News]()
-            if formation.next_step >= 0:
-                queue.put_nowait(News(formation.key, step=formation.next_step))
+            queue.put_nowait(News(formation.key, step=formation.next_step))
             sending = asyncio.create_task(self._send_news(stream, queue))
             try:
                 await self._take_reports(stream, formation, queue)
