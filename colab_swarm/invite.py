@@ -28,7 +28,7 @@ from colab_swarm.net.membership import MAX_USES, Grant, Moment, RunId, Signed, i
 from colab_swarm.net.peers import UNDECODABLE, Contact, Role
 from colab_swarm.project import update
 
-VERSION = 4  # 4: the mailbox is signed
+VERSION = 1
 CHECK_BYTES = 6
 MAX_ENTRIES = 8
 MAX_MAILBOX = 200  # characters of its address
@@ -159,14 +159,10 @@ class Invite(Signed, frozen=True):
         Raises InviteError if it is mistyped, tampered with, expired or of another version.
         """
         body = _body_of(text)
-        if body[0] != VERSION:
-            if body[0] > VERSION:
-                advice = update()
-            else:
-                advice = "ask for a new invitation"
-            raise InviteError(
-                f"this invitation is of version {body[0]}, this colab_swarm reads version {VERSION}: {advice}"
-            )
+        text = (
+            f"this invitation is of version {body[0]}, this colab_swarm reads version {VERSION}: {update()}"
+        )
+        require(body[0] == VERSION, text, InviteError)
         try:
             invite = msgspec.msgpack.decode(body[1:], type=cls)
         except UNDECODABLE as error:

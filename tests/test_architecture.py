@@ -97,8 +97,8 @@ def test_imports_point_down(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", MODULES, ids=name_of)
-def test_no_file_over_600_lines(path: Path) -> None:
-    assert len(path.read_text().splitlines()) <= 600, f"{path} wants to be two files"
+def test_no_file_over_700_lines(path: Path) -> None:
+    assert len(path.read_text().splitlines()) <= 700, f"{path} wants to be two files"
 
 
 OTHER_NAMES = {"PIL": "pillow", "sklearn": "scikit-learn", "tokenizers": "transformers"}

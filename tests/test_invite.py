@@ -84,9 +84,8 @@ def test_an_invitation_that_seems_to_have_expired_names_both_clocks(late_s: floa
 
 
 def test_an_invitation_of_another_version_says_what_to_do() -> None:
-    for version, advice in ((9, re.escape(update())), (1, "ask for a new invitation")):
-        with pytest.raises(InviteError, match=f"version {version}.*{advice}"):
-            Invite.parse(packed(bytes([version]) + INVITE.encode()), now=0.0)
+    with pytest.raises(InviteError, match=f"version 9.*{re.escape(update())}"):
+        Invite.parse(packed(bytes([9]) + INVITE.encode()), now=0.0)
 
 
 @ANY

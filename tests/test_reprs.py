@@ -64,7 +64,7 @@ def objects(tmp_path: Path) -> list[tuple[object, str]]:
             "NetworkOptions(port=4500, tunnel=TunnelSettings(kind='ngrok', agent=None, quota_bytes=1000000000.0, "
             "check_s=1.0, probe_s=180.0))",
         ),
-        (cs.RelayQuota(circuit_s=60.0), "RelayQuota(circuit_s=60.0)"),
+        (cs.RelayQuota(total_bytes=1e9), "RelayQuota(total_bytes=1000000000.0)"),
         (cs.Allowlist(users=("alice",)), "Allowlist(users=('alice',), organisations=())"),
         (cs.moe.ExpertRule(adam, max_grad_norm=1), "ExpertRule(optimizer=Adam(lr=0.001), max_grad_norm=1)"),
         (cs.workunits.WorkPlan(alpha=half), "WorkPlan(alpha=half)"),

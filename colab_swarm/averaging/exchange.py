@@ -19,8 +19,9 @@ from colab_swarm.averaging.reducer import SpanLedger, SpanReducer
 from colab_swarm.averaging.result import GroupResult, Trace
 from colab_swarm.averaging.strategy import forecast_s
 from colab_swarm.errors import CallRefused, PeerError, PeerLost, require
+from colab_swarm.net.node import Node
 from colab_swarm.net.patience import Patience, allowance_s
-from colab_swarm.net.peers import PeerId, Peers, Role, Stream, StreamEnded, short
+from colab_swarm.net.peers import PeerId, Role, Stream, StreamEnded, short
 from colab_swarm.runtime import loop_now, wake
 from colab_swarm.tensors.codecs import Buffer, Precision, codec_of
 from colab_swarm.tensors.sparse import SPARSE16, Sparse, drop_zeros, restore_zeros
@@ -83,7 +84,7 @@ class Round:
 
     def __init__(
         self,
-        peers: Peers,
+        peers: Node,
         group: Group,
         vector: Vector,
         settings: AveragingSettings,
@@ -508,7 +509,7 @@ class Round:
         if member in self.lateness.left_out or now < late_at:
             return False
         # The group may come to a member over anybody's slow line.
-        slow_s = max(allowance_s(self.peers, self.id_of(other)) for other in self.others)
+        slow_s = max(allowance_s(self.peers.statistics(self.id_of(other)).rtt_s) for other in self.others)
         if now < late_at + slow_s:
             return False
         self.lateness.on_late(member, now)

@@ -170,7 +170,7 @@ class Recovery:
         own = self.own
         member = own.group.index_of(stream.peer)
         assert member is not None
-        limit_s = own.lateness.limit_s(member) + allowance_s(own.peers, stream.peer)
+        limit_s = own.lateness.limit_s(member) + allowance_s(own.peers.statistics(stream.peer).rtt_s)
         try:
             async with asyncio.timeout(limit_s + more_s):
                 message, payload = await stream.receive(Chunk)

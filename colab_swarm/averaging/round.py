@@ -17,8 +17,9 @@ from colab_swarm.averaging.messages import AveragingSettings, RecallSpan, Reduce
 from colab_swarm.averaging.result import GroupResult, RoundResult
 from colab_swarm.errors import PeerError, require
 from colab_swarm.events import EventLog, Waited
+from colab_swarm.net.node import Node
 from colab_swarm.net.patience import Patience
-from colab_swarm.net.peers import PeerId, Peers, Refusal, Role, Stream
+from colab_swarm.net.peers import PeerId, Refusal, Role, Stream
 from colab_swarm.runtime import loop_now, wait_until, wake
 from colab_swarm.tensors.vector import HostVector, Vector
 
@@ -41,7 +42,7 @@ class Averager:
 
     def __init__(
         self,
-        peers: Peers,
+        peers: Node,
         settings: AveragingSettings | None = None,
         events: EventLog | None = None,
     ) -> None:

@@ -6,7 +6,8 @@ from typing import Any, TypeAlias
 from colab_swarm.averaging.group import MAX_TEXT
 from colab_swarm.errors import require
 from colab_swarm.events import EventLog
-from colab_swarm.net.peers import Message, PeerId, Peers, Refusal, Role, Stream
+from colab_swarm.net.node import Node
+from colab_swarm.net.peers import Message, PeerId, Refusal, Role, Stream
 
 _Handler: TypeAlias = Callable[..., Awaitable[Any]]
 
@@ -14,7 +15,7 @@ _Handler: TypeAlias = Callable[..., Awaitable[Any]]
 class PrefixRouter:
     """Routes a peer's messages to its collaborations by the ``prefix`` field that each message has."""
 
-    def __init__(self, peers: Peers, events: EventLog | None = None) -> None:
+    def __init__(self, peers: Node, events: EventLog | None = None) -> None:
         self.peers = peers
         self.events = events or EventLog()
         self._handlers: dict[type[Message], dict[str, _Handler]] = {}

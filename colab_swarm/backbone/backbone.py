@@ -86,7 +86,7 @@ class Backbone:
         secure = [a for a in self.swarm.contact.addresses if a.startswith("wss://") and relay_of(a) is None]
         if secure and self.swarm.network is not None:
             board = self._file.dashboard
-            page_at = self.swarm.network.node.linker.listener.page_at
+            page_at = self.swarm.network.node.listener.page_at
             public = board.enabled and board.host != "localhost" and not is_loopback(board.host)
             page_at["/join"] = join_page(self.swarm.run, live=public)
             if public:

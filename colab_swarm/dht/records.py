@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import msgspec
 
 from colab_swarm.net.identity import id_of, verify
-from colab_swarm.net.membership import MAX_MEMBERSHIP_BYTES, voucher_of
+from colab_swarm.net.membership import MAX_MEMBERSHIP_BYTES
 from colab_swarm.net.peers import UNDECODABLE, Contact, Message, PeerId, Role, remember
 
 CLOCK_SLACK_S = 600.0  # two clocks, each 5 minutes off in opposite directions
@@ -50,10 +50,6 @@ class Record(Message, frozen=True):
     def written_at(self) -> float:
         """The writer's swarm time, seconds."""
         return self.version / 1e6
-
-    @property
-    def voucher(self) -> bytes:
-        return voucher_of(self.owner, self.membership)
 
     @property
     def writer(self) -> PeerId:
@@ -122,11 +118,10 @@ class DHTSettings:
 
 
 class Storage:
-    """Keys to owners to records; ``now`` is monotonic seconds, ``swarm_time`` that of `Peers.time`.
+    """Keys to owners to records; ``now`` is monotonic seconds, ``swarm_time`` that of `Node.time`.
 
-    Where a limit is reached, a new record takes the place of others, of the voucher with the most bytes: under
-    its key that of the longest, at a full peer the oldest. So identities of one invitation that fill a key or
-    a peer lose their own records first, and peers that renew theirs keep them. ``role_by`` is `Peers.role_by`.
+    Where a limit is reached, a new record takes the place of others: under its key that of the longest, at a full
+    peer that of the oldest. Peers that renew theirs keep them. ``role_by`` is `Node.role_by`.
     """
 
     def __init__(self, settings: DHTSettings, role_by: Callable[[bytes, bytes, float], Role]) -> None:
@@ -134,8 +129,7 @@ class Storage:
         self._role_by = role_by
         self._keys: dict[bytes, dict[bytes, tuple[Record, float]]] = {}  # with the end, by `now`
         self._owned = Counter[bytes]()  # bytes by owner
-        # by voucher: keys and owners, the oldest first, and bytes there
-        self._vouched: dict[bytes, dict[tuple[bytes, bytes], int]] = {}
+        self._places: dict[tuple[bytes, bytes], None] = {}  # keys and owners, the oldest first
         self.total_bytes = 0
         self._sweep_at = 0.0
 
@@ -162,7 +156,7 @@ class Storage:
             self._drop(key, record.owner)
         self._keys.setdefault(key, {})[record.owner] = record, now + record.ttl_s
         self._owned[record.owner] += record.size_bytes
-        self._vouched.setdefault(record.voucher, {})[key, record.owner] = record.size_bytes
+        self._places[key, record.owner] = None
         self.total_bytes += record.size_bytes
         return None
 
@@ -176,24 +170,13 @@ class Storage:
             owner: other for owner, (other, _) in self._keys.get(key, {}).items() if owner != record.owner
         }
         while sum(other.size_bytes for other in others.values()) + record.size_bytes > settings.key_bytes:
-            sizes = {owner: max(other.size_bytes, SHORT_BYTES) for owner, other in others.items()}
-            vouched = Counter[bytes]()
-            for other in (*others.values(), record):
-                vouched[other.voucher] += max(other.size_bytes, SHORT_BYTES)
-            greedy = max(vouched, key=lambda voucher: vouched[voucher])
-            owners = [owner for owner, other in others.items() if other.voucher == greedy]
-            longest = max(owners, key=lambda owner: sizes[owner], default=None)
-            is_longest_itself = longest is not None and record.size_bytes > sizes[longest]
-            if longest is None or (greedy == record.voucher and is_longest_itself):
+            longest = max(others, key=lambda owner: max(others[owner].size_bytes, SHORT_BYTES), default=None)
+            if longest is None or record.size_bytes > max(others[longest].size_bytes, SHORT_BYTES):
                 return f"the key is full: {settings.key_bytes} bytes"
             self._drop(key, longest)
             del others[longest]
         while self.total_bytes + more_bytes > settings.total_bytes:
-            vouched = Counter({voucher: sum(sizes.values()) for voucher, sizes in self._vouched.items()})
-            vouched[record.voucher] += more_bytes
-            greedy = max(vouched, key=lambda voucher: vouched[voucher])
-            places = (place for place in self._vouched.get(greedy, ()) if place != (key, record.owner))
-            oldest = next(places, None)
+            oldest = next((place for place in self._places if place != (key, record.owner)), None)
             if oldest is None:
                 return f"this peer is full: {settings.total_bytes} bytes"
             self._drop(*oldest)
@@ -203,8 +186,8 @@ class Storage:
         record = self._keys[key].pop(owner)[0]
         self.total_bytes -= record.size_bytes
         self._owned[owner] -= record.size_bytes
-        del self._vouched[record.voucher][key, owner]
-        for counts, entry in ((self._keys, key), (self._owned, owner), (self._vouched, record.voucher)):
+        del self._places[key, owner]
+        for counts, entry in ((self._keys, key), (self._owned, owner)):
             if not counts[entry]:
                 del counts[entry]
 

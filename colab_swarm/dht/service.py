@@ -35,20 +35,9 @@ from colab_swarm.dht.records import (
 from colab_swarm.dht.routing import MIN_PATIENCE_S, Lookup, RoutingTable, distance
 from colab_swarm.errors import CallRefused, PeerError, require
 from colab_swarm.events import EventLog, Fault
-from colab_swarm.net.membership import voucher_of
+from colab_swarm.net.node import Node
 from colab_swarm.net.patience import Patience
-from colab_swarm.net.peers import (
-    MAX_ADDRESSES,
-    Contact,
-    Message,
-    PeerId,
-    Peers,
-    R,
-    Refusal,
-    Role,
-    remember,
-    short,
-)
+from colab_swarm.net.peers import MAX_ADDRESSES, Contact, Message, PeerId, R, Refusal, Role, remember, short
 from colab_swarm.runtime import PauseGate
 
 __all__ = ["DHT", "DHTSettings", "Found", "Reading", "is_sound", "key_id"]
@@ -116,12 +105,11 @@ class BackgroundTasks:
 
 @dataclass(frozen=True)
 class Found:
-    """A value from the DHT; ``expires_at`` in swarm time, the owner's role and who vouches for it (`voucher_of`)."""
+    """A value from the DHT; ``expires_at`` in swarm time, and its owner's role."""
 
     value: Any
     expires_at: float
     role: Role
-    voucher: bytes
 
 
 @dataclass(frozen=True)
@@ -137,7 +125,7 @@ class DHT:
     """One peer's part in the distributed hash table."""
 
     def __init__(
-        self, peers: Peers, settings: DHTSettings, rng: random.Random, events: EventLog | None = None
+        self, peers: Node, settings: DHTSettings, rng: random.Random, events: EventLog | None = None
     ) -> None:
         self.settings = settings
         self.table = RoutingTable(peers.id, bucket_size=settings.bucket_size)
@@ -356,9 +344,7 @@ class DHT:
         decode = msgspec.msgpack.decode
         found: dict[PeerId, Found] = {}
         for record in merged.get(key, now=self._now()):
-            voucher = voucher_of(record.owner, record.membership)
-            expires_at = now + record.ttl_s
-            found[record.writer] = Found(decode(record.value), expires_at, merged.role_of(record), voucher)
+            found[record.writer] = Found(decode(record.value), now + record.ttl_s, merged.role_of(record))
         return found
 
     async def _fetch(self, key: bytes, *, relays: int, width: int) -> AsyncIterator[Fetched]:
@@ -487,7 +473,7 @@ def key_id(key: str | bytes) -> bytes:
 
 @dataclass(frozen=True)
 class RunServices:
-    peers: Peers
+    peers: Node
     dht: DHT
     events: EventLog
     rng: random.Random

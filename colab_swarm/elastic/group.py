@@ -14,7 +14,8 @@ from colab_swarm.averaging.group import GroupMember, RoundRefused
 from colab_swarm.elastic.steps import ElasticSettings, Piece, PieceExchange
 from colab_swarm.errors import PeerError, StateError, require
 from colab_swarm.events import EventLog
-from colab_swarm.net.peers import Buffer, Message, PeerId, Peers, Refusal, Role, Stream, end_tasks, short
+from colab_swarm.net.node import Node
+from colab_swarm.net.peers import Buffer, Message, PeerId, Refusal, Role, Stream, end_tasks, short
 from colab_swarm.runtime import loop_now, wait_until
 from colab_swarm.training.replica import Replica
 from colab_swarm.training.settings import PeerServices
@@ -37,7 +38,7 @@ class PeerExchange(PieceExchange):
     """This peer's streams to the other members; ``opening`` names the group on the wire."""
 
     def __init__(
-        self, peers: Peers, events: EventLog, prefix: str, members: Sequence[GroupMember], *, timeout_s: float
+        self, peers: Node, events: EventLog, prefix: str, members: Sequence[GroupMember], *, timeout_s: float
     ) -> None:
         self.opening = ElasticLink(prefix, tuple(member.id for member in members))
         me = self.opening.members.index(peers.id)

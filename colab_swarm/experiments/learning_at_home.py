@@ -52,8 +52,9 @@ from colab_swarm.moe.directory import Directory
 from colab_swarm.moe.expert import BatchLimits, Expert, ExpertRule
 from colab_swarm.moe.grid import ExpertInfo
 from colab_swarm.moe.layer import Gating, mixing_weights, priorities
+from colab_swarm.net.carrier import NodeSettings
 from colab_swarm.net.identity import Identity
-from colab_swarm.net.node import Node, NodeSettings
+from colab_swarm.net.node import Node
 from colab_swarm.recipes.classify import classification_job, shape_of
 from colab_swarm.runtime import Runtime, own_loop
 from colab_swarm.sim import run_virtual

@@ -45,8 +45,9 @@ from colab_swarm.moe.batching import (
 from colab_swarm.moe.directory import NAMED_S, Directory
 from colab_swarm.moe.expert import ANY_LENGTH, BatchLimits, Expert
 from colab_swarm.moe.grid import ExpertInfo
+from colab_swarm.net.node import Node
 from colab_swarm.net.patience import LeftOut
-from colab_swarm.net.peers import Message, PeerId, Peers, Refusal, Role, Stream, StreamEnded, end_tasks, short
+from colab_swarm.net.peers import Message, PeerId, Refusal, Role, Stream, StreamEnded, end_tasks, short
 from colab_swarm.runtime import DeviceThread, PauseGate, Runner, loop_now
 from colab_swarm.tensors.codecs import Floats, all_finite, codec_of
 from colab_swarm.tensors.device import in_main_memory
@@ -109,7 +110,7 @@ class ExpertCalls:
 
     def __init__(
         self,
-        peers: Peers,
+        peers: Node,
         directory: Directory,
         runtime: Runner,
         *,
@@ -315,7 +316,7 @@ class ExpertServer:
     """
 
     def __init__(
-        self, peers: Peers, events: EventLog, limits: BatchLimits | None = None, gate: PauseGate | None = None
+        self, peers: Node, events: EventLog, limits: BatchLimits | None = None, gate: PauseGate | None = None
     ) -> None:
         self._peers = peers
         self._events = events

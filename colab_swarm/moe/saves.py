@@ -26,18 +26,8 @@ from colab_swarm.dht.service import BackgroundTasks, RunServices, is_sound
 from colab_swarm.errors import PeerError, StateError, require
 from colab_swarm.files import write_file
 from colab_swarm.moe.grid import MAX_HOLDERS, Grid, Index
-from colab_swarm.net.peers import (
-    UNDECODABLE,
-    Buffer,
-    Contact,
-    Message,
-    PeerId,
-    Peers,
-    Refusal,
-    Role,
-    Stream,
-    short,
-)
+from colab_swarm.net.node import Node
+from colab_swarm.net.peers import UNDECODABLE, Buffer, Contact, Message, PeerId, Refusal, Role, Stream, short
 from colab_swarm.tensors.chunks import (
     CHUNK_TIMEOUT_S,
     MAX_CHUNKS,
@@ -430,7 +420,7 @@ class ExpertSaves:
         return f"{self._run_id}/experts/{name}/{kind}"
 
 
-async def send_save(peers: Peers, holder: PeerId, saved: Snapshot) -> None:
+async def send_save(peers: Node, holder: PeerId, saved: Snapshot) -> None:
     """Send a holder the chunks that it lacks; raise `PeerError` if it fails, refuses or is slow."""
     now = asyncio.get_running_loop().time
     try:

@@ -1,6 +1,6 @@
 """Bytes between peers: identities, encrypted links with calls and streams, and connections to peers behind NATs.
 
-Does not import torch. Services above see only the interface `colab_swarm.net.peers.Peers`, which
+Does not import torch. Services above see a `colab_swarm.net.node.Node`, which
 `colab_swarm.sim` implements as well.
 
 ## The problem
@@ -50,7 +50,7 @@ checks again every 300 s and whenever the network changes. `swarm.reachability.e
 
 | level | how others reach the peer | module |
 |---|---|---|
-| direct | they dial a public address | `colab_swarm.net.linker` |
+| direct | they dial a public address | `colab_swarm.net.node` |
 | LAN | peers in the same network dial it | `colab_swarm.net.lan` |
 | iroh | QUIC between keys, with hole punching and relays of its own; no account | `colab_swarm.net.iroh` |
 | relayed by … | a relay copies its bytes unread | `colab_swarm.net.relay` |
@@ -58,7 +58,7 @@ checks again every 300 s and whenever the network changes. `swarm.reachability.e
 | outgoing only | it dials others and is called back over these links | |
 
 A peer holds places at the two nearest relays. A ticket is valid for 15 s and once; a circuit that is silent for 120 s
-is closed. `cs.RelayQuota` limits places, circuits, bytes and bandwidth of a relay. Two peers behind NATs get a direct
+is closed. `cs.RelayQuota` limits bytes and bandwidth of a relay. Two peers behind NATs get a direct
 path by iroh only, which punches holes.
 
 **At least one peer must be reachable.** Without one, peers train alone and diverge; when it is

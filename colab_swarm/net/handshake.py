@@ -40,9 +40,7 @@ from colab_swarm.net.peers import MAX_ADDRESSES, Contact, Message, PeerId, Role,
 from colab_swarm.net.visitors import ConnectionRoom
 from colab_swarm.net.websocket import FirstMessage, WebSocket, accept
 
-# 4: lineages are of encoded means; 5: one entry and median weights for each member of a bucket; 6: learning rates
-# beside an elastic group's buckets
-VERSION = 8
+VERSION = 1  # a peer, and a bucket, of another one is refused in words
 _STAGGER_S = 0.25
 # Detours are tried after this time if no address has answered.
 DETOUR_AFTER_S = 1.5

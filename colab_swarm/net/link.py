@@ -72,9 +72,8 @@ def fail(waiting: asyncio.Future[Any], error: Exception) -> None:
 class Unread:
     """Bounds the unread bytes of all streams of a node: `PEER_UNREAD_BYTES` of a peer, `UNREAD_BYTES` in all.
 
-    Beyond it the fullest stream of that peer, or of the voucher that holds the most, is reset as
-    busy. So peers of other vouchers keep theirs. It counts again after each `RECOUNT_BYTES`, when
-    new handlers have begun; a stream with a reader that waits is about to be empty.
+    Beyond it the fullest stream of that peer, or of the one that holds the most, is reset as busy. It counts again
+    after each `RECOUNT_BYTES`, when new handlers have begun; a stream with a reader that waits is about to be empty.
     """
 
     def __init__(self, events: EventLog) -> None:
@@ -107,17 +106,14 @@ class Unread:
         holding = [stream for stream in self._streams if stream.held_bytes]
         self._streams = WeakKeyDictionary(dict.fromkeys(holding))
         unread = [stream for stream in holding if stream.unread()]
-        by_peer = Counter[bytes]()
-        by_voucher = Counter[bytes]()
+        by_peer = Counter[PeerId]()
         for stream in unread:
             by_peer[stream.peer] += stream.held_bytes
-            by_voucher[stream.voucher] += stream.held_bytes
-        if by_voucher.total() > UNREAD_BYTES:
-            fullest_voucher = max(by_voucher, key=lambda voucher: by_voucher[voucher])
-            beyond = [stream for stream in unread if stream.voucher == fullest_voucher]
-        else:
-            beyond = [stream for stream in unread if by_peer[stream.peer] > PEER_UNREAD_BYTES]
-        return max(beyond, key=lambda stream: stream.held_bytes, default=None)
+        beyond = [peer for peer, held_bytes in by_peer.items() if held_bytes > PEER_UNREAD_BYTES]
+        if by_peer.total() > UNREAD_BYTES:
+            beyond = [peer for peer, _ in by_peer.most_common(1)]
+        streams = [stream for stream in unread if stream.peer in beyond]
+        return max(streams, key=lambda stream: stream.held_bytes, default=None)
 
 
 class Link:
@@ -190,7 +186,7 @@ class Link:
         return statistics.median(self.rtts_s) if self.rtts_s else None
 
     async def call(self, message: Message, reply: type[R], *, timeout_s: float) -> R:
-        """Call the peer, as `Peers.call` does."""
+        """Call the peer, as `Node.call` does."""
         opening = encode_opening(message)
         if len(self._calls) >= self._max_calls:
             raise CallRefused("busy", f"{len(self._calls)} calls to {short(self.peer)} are pending already")

@@ -1,37 +1,148 @@
-"""`Node` implements `Peers` over encrypted links: those of its `colab_swarm.net.linker.Linker`."""
+"""A peer on the network: its links to others, and calls and streams over them.
+
+The rules for calls and streams are those of `colab_swarm.net.peers`. The simulator (`colab_swarm.sim`) has the same
+node over another carrier, so everything above runs unchanged on either.
+"""
 
 import asyncio
+import errno
+import logging
 import math
+import socket
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import replace
+from functools import partial
+from typing import Any
 
-from colab_swarm.errors import NotAdmitted, PeerError
-from colab_swarm.events import EventLog
-from colab_swarm.net.addresses import is_local, is_loopback, reachable_addresses
-from colab_swarm.net.carrier import LinkType, NodeSettings, Path
+import aiohttp
+from aiohttp import web
+
+from colab_swarm.errors import (
+    NotAdmitted,
+    PeerError,
+    PeerLost,
+    PeerTimeout,
+    PeerUnreachable,
+    WrongPeer,
+    require,
+)
+from colab_swarm.events import EventLog, Fault, PeerJoined, PeerLeft
+from colab_swarm.net.addresses import (
+    MAX_BOOK_ENTRIES,
+    AddressBook,
+    is_iroh,
+    is_local,
+    is_loopback,
+    may_dial,
+    reachable_addresses,
+    relay_of,
+)
+from colab_swarm.net.carrier import LinkType, Loopback, Metering, NodeSettings, Path, Remote, Traffic
+from colab_swarm.net.clock import SwarmClock
+from colab_swarm.net.handshake import HandshakeReceiver, Introduction, Listener, describe_run, dial_any
 from colab_swarm.net.identity import Identity
-from colab_swarm.net.linker import Linker
+from colab_swarm.net.iroh import IrohEndpoint
+from colab_swarm.net.link import LEAVE_TIMEOUT_S, Link, LinkTable, Unread, fail
 from colab_swarm.net.membership import Admission, OpenAdmission
-from colab_swarm.net.peers import Contact, LinkStatistics, M, Message, PeerId, R, Role, Stream
+from colab_swarm.net.mux import ServiceTable
+from colab_swarm.net.patience import LeftOut
+from colab_swarm.net.peers import (
+    Contact,
+    LinkStatistics,
+    M,
+    Message,
+    PeerId,
+    R,
+    Role,
+    Stream,
+    remember,
+    short,
+)
+from colab_swarm.net.websocket import SCRATCH_BYTES, WebSocket, dial
 
-__all__ = ["Node", "NodeSettings"]
+logger = logging.getLogger(__name__)
+_CLOSE_TIMEOUT_S = 1.0
+# An address that did not answer is dialled again after REDIAL_S, then after twice as long, up to _MAX_REDIAL_S.
+REDIAL_S = 1.0
+_MAX_REDIAL_S = 30.0
+# A link that is silent for this many keep-alives is dead.
+_SILENT_KEEP_ALIVES = 3
+# A peer that accepts links and drops them at once is dialled this often for one call.
+_DIALS = 3
+# The type of link by the scheme of its address; every other one is direct.
+_WAYS = {"wss": LinkType.TUNNEL, "iroh": LinkType.IROH}
+
+
+def _socket_to(info: tuple[Any, ...]) -> socket.socket:
+    """Return a socket to dial one result of ``getaddrinfo`` from; OSError if the address may not be dialled."""
+    family, kind, protocol, _, (host, *_) = info
+    if not may_dial(host):
+        raise OSError(errno.EACCES, f"{host} is in a private network, and this machine has no address there")
+    return socket.socket(family, kind, protocol)
 
 
 class Node:
-    """One peer on the real network, made by `start`; `Peers` describes methods without a docstring."""
+    """The network as one peer sees it: calls and streams over the links that it dials, accepts and closes.
 
-    def __init__(self, identity: Identity, settings: NodeSettings, linker: Linker) -> None:
-        self._settings = settings
-        self.linker = linker
-        self._loop = asyncio.get_running_loop()
-        self.port: int | None = None
+    Attributes:
+        id: the SHA-256 of its Ed25519 ``public_key`` (32 bytes); ``sign(data)`` returns its signature (64 bytes).
+        admission: who may link, and this peer's membership.
+        addresses: where others can dial this peer, as its handshakes state; none in client mode.
+        metered: a relay or a tunnel carries the traffic to this peer: it reduces only if every peer is metered.
+        port: where it listens; None in client mode.
+        pinned: peers whose quiet links stay open (relays that hold a place for this peer).
+        open_circuit: opens a connection to a peer through a relay; None where circuits are not offered.
+    """
+
+    def __init__(
+        self,
+        identity: Identity,
+        settings: NodeSettings,
+        admission: Admission,
+        events: EventLog,
+        wall_clock: Callable[[], float],
+        make_link: Callable[..., Link] = Link,
+    ) -> None:
         self.id = identity.id
         self.public_key = identity.public_key
         self.sign = identity.sign
-        self.time = linker.time
-        self.limit = linker.metering.limit
-        self.linked = linker.table.peers
+        self._identity = identity
+        self._settings = settings
+        self.admission = admission
+        self._events = events
+        self._wall_clock = wall_clock
+        self._loop = asyncio.get_running_loop()
+        self._awaited: dict[PeerId, asyncio.Future[None]] = {}
+        # A dict keeps the order of their start, in which they are cancelled; a set would not.
+        self._tasks: dict[asyncio.Task[Any], None] = {}
+        self._own_ends: tuple[Link, Link] | None = None
+        self._closing: asyncio.Task[None] | None = None
+        self._session: aiohttp.ClientSession | None = None
+        self.scratch = memoryview(bytearray(SCRATCH_BYTES))
+        self.services = (ServiceTable(), ServiceTable())
+        self._make_link = partial(
+            make_link,
+            services=self.services,
+            settings=settings,
+            events=events,
+            unread=Unread(events),
+        )
+        self.table = LinkTable(identity.id)
+        self.book = AddressBook()
+        self.clock = SwarmClock()
+        self.metering = Metering(settings, self._loop.time)
+        self._unanswered = LeftOut[str](REDIAL_S, _MAX_REDIAL_S)
+        self.addresses: tuple[str, ...] = ()
         self.metered = False
+        self.port: int | None = None
+        self.pinned: set[PeerId] = set()
+        # The vouchers of linked peers, and of peers that have left.
+        self.vouchers: dict[PeerId, bytes] = {}
+        self.lost_listeners: dict[Callable[[PeerId], None], None] = {}
+        self.open_circuit: Callable[[Contact, PeerId, HandshakeReceiver], Awaitable[WebSocket]] | None = None
+        self.listener = Listener(self._receive_caller, self.scratch, settings)
+        self.iroh = IrohEndpoint(identity, settings, events, self.scratch, self._receive_iroh)
 
     @classmethod
     async def start(
@@ -49,23 +160,40 @@ class Node:
         link; None admits every peer of the run. ``wall_clock`` gives seconds since the epoch.
         """
         settings = settings or NodeSettings()
-        linker = Linker(identity, settings, admission or OpenAdmission(), events or EventLog(), wall_clock)
-        node = cls(identity, settings, linker)
+        node = cls(identity, settings, admission or OpenAdmission(), events or EventLog(), wall_clock)
         try:
             if settings.iroh is not None:
-                await linker.iroh.start()
+                await node.iroh.start()
             if settings.listen:
-                node.port = await linker.listener.start(settings.host, settings.port)
-            node.announce(settings.announce or (*node.listening(), *linker.iroh.addresses))
-            linker.spawn(linker.keep_links())
+                node.port = await node.listener.start(settings.host, settings.port)
+            node.addresses = settings.announce or (*node.listening(), *node.iroh.addresses)
+            node.spawn(node._keep_links())
         except (OSError, PeerError, asyncio.CancelledError):
             await node.close()
             raise
         return node
 
+    # What others see.
+
+    def time(self) -> float:
+        """Return swarm time, seconds since the epoch."""
+        return self._own_time() + self.clock.offset_s
+
+    def _own_time(self) -> float:
+        return self.clock.own(self._wall_clock(), self._loop.time())
+
+    def linked(self) -> frozenset[PeerId]:
+        """Return the peers with an open link now."""
+        return self.table.peers()
+
+    def limit(self, rate_bps: float | None) -> None:
+        """Limit all links together to ``rate_bps`` bits per second in each direction; None removes the limit."""
+        self.metering.limit(rate_bps)
+
     @property
     def contact(self) -> Contact:
-        return Contact(self.id, self.linker.addresses)
+        """How others reach this peer; no addresses in client mode."""
+        return Contact(self.id, self.addresses)
 
     def listening(self) -> tuple[str, ...]:
         """Return the addresses of this machine at which it listens now; none in client mode."""
@@ -73,73 +201,86 @@ class Node:
             return ()
         return reachable_addresses(self._settings.host, self.port)
 
-    def announce(self, addresses: tuple[str, ...]) -> None:
-        self.linker.addresses = addresses
-
     def learn(self, contact: Contact) -> None:
+        """Remember where a peer can be dialled. Cheap; call it for every contact seen."""
         if contact.id != self.id:
-            self.linker.book.learn(contact)
+            self.book.learn(contact)
 
     def contact_of(self, peer: PeerId) -> Contact:
+        """Return the peer's contact, without addresses if none is known."""
         if peer == self.id:
             return self.contact
-        return self.linker.book.find(peer)
+        return self.book.find(peer)
 
     async def call(self, peer: PeerId, message: Message, reply: type[R], *, timeout_s: float) -> R:
-        link = self.linker.table.best(peer)
+        """Send ``message``; return the peer's reply of type ``reply``, or raise a `PeerError`."""
+        link = self.table.best(peer)
         if link is None:
             began_at = self._loop.time()
-            link = await self.linker.link_to(peer, timeout_s)
+            link = await self.link_to(peer, timeout_s)
             timeout_s -= self._loop.time() - began_at
         return await link.call(message, reply, timeout_s=timeout_s)
 
     async def stream(self, peer: PeerId, opening: Message, *, timeout_s: float) -> Stream:
-        link = self.linker.table.best(peer) or await self.linker.link_to(peer, timeout_s)
+        """Open a stream; ``opening`` selects the peer's handler. ``timeout_s`` bounds the dialling only.
+
+        Raises PeerError if that fails; the first receive raises `CallRefused` if the peer refuses.
+        """
+        link = self.table.best(peer) or await self.link_to(peer, timeout_s)
         return link.open_stream(opening)
 
     def serve(
         self, kind: type[M], handler: Callable[[PeerId, M], Awaitable[Message]], *, role: Role = Role.VIEWER
     ) -> None:
-        calls, _ = self.linker.services
+        """Answer calls of type ``kind`` by peers of ``role`` or above with ``await handler(peer, message)``."""
+        calls, _ = self.services
         calls.add(kind, handler, role)
 
     def serve_stream(
         self, kind: type[M], handler: Callable[[M, Stream], Awaitable[None]], *, role: Role = Role.VIEWER
     ) -> None:
-        _, streams = self.linker.services
+        """Run ``await handler(opening, stream)`` for each stream that a peer opens with ``kind``."""
+        _, streams = self.services
         streams.add(kind, handler, role)
 
     def unserve(self, kind: type[Message]) -> None:
-        for services in self.linker.services:
+        """Stop answering ``kind``."""
+        for services in self.services:
             services.remove(kind)
 
     def role_of(self, peer: PeerId) -> Role:
+        """Return the role that the peer's membership gives; ``GUEST`` without a link."""
         if peer == self.id:
             return Role.AUTHORITY
-        roles = [link.remote.role for link in self.linker.table.of(peer)]
+        roles = [link.remote.role for link in self.table.of(peer)]
         return max(roles, default=Role.GUEST)
 
     def voucher_of(self, peer: PeerId) -> bytes:
-        return self.linker.vouchers.get(peer, peer)
+        """Return the voucher of a peer that is or was linked, as `Stream.voucher`; of others the peer's id."""
+        return self.vouchers.get(peer, peer)
 
     @property
     def membership(self) -> bytes:
-        return self.linker.admission.membership
+        """What proves this peer's role to others; empty in an open run."""
+        return self.admission.membership
 
     def role_by(self, public_key: bytes, membership: bytes, at: float) -> Role:
+        """Return the role that a membership gave its owner at a swarm time; ``GUEST`` if it gave none."""
         try:
-            return self.linker.admission.verify(public_key, membership, now=at)
+            return self.admission.verify(public_key, membership, now=at)
         except NotAdmitted:
             return Role.GUEST
 
     def read_at(self, peer: PeerId) -> float:
-        return max((link.carrier.read_at for link in self.linker.table.of(peer)), default=-math.inf)
+        """Return the loop time of the last bytes from a peer; -inf without a link."""
+        return max((link.carrier.read_at for link in self.table.of(peer)), default=-math.inf)
 
     def path_to(self, peer: PeerId) -> Path | None:
-        link = self.linker.table.best(peer)
+        link = self.table.best(peer)
         return None if link is None else link.remote.path
 
     def way_to(self, peer: PeerId) -> str:
+        """Return the type of link to a peer: ``direct``, ``LAN``, ``relayed by 1a2b3c4d``; empty without a link."""
         path = self.path_to(peer)
         if path is None:
             return ""
@@ -152,15 +293,357 @@ class Node:
         return str(path)
 
     def on_lost(self, listener: Callable[[PeerId], None]) -> Callable[[], None]:
-        listeners = self.linker.lost_listeners
+        """Call ``listener(peer)`` when the last link to a peer is gone; return a function that stops this."""
+        listeners = self.lost_listeners
         listeners[listener] = None
         return lambda: listeners.pop(listener, None)
 
     def statistics(self, peer: PeerId | None = None) -> LinkStatistics:
-        table = self.linker.table
+        """Return the totals of one peer, or of all."""
+        table = self.table
         links = list(table) if peer is None else table.of(peer)
         rtts_s = [link.rtt_s for link in links if link.rtt_s is not None]
-        return self.linker.metering.statistics(peer, rtts_s)
+        return self.metering.statistics(peer, rtts_s)
+
+    # The links.
+
+    async def link_to(self, peer: PeerId, timeout_s: float) -> Link:
+        """Return a link to the peer: in memory to ourselves, else the first that opens, from either end."""
+        if peer == self.id:
+            self._require_open()
+            return self._own_link()
+        try:
+            async with asyncio.timeout(timeout_s):
+                for _ in range(_DIALS):
+                    self._require_open()
+                    if peer not in self._awaited:
+                        awaited = self._loop.create_future()
+                        self._awaited[peer] = awaited
+                        self.spawn(self._dial(peer, awaited))
+                    await asyncio.shield(self._awaited[peer])
+                    # If two links open at once, one of them is left again, so take the best one now.
+                    link = self.table.best(peer)
+                    if link is not None:
+                        return link
+        except TimeoutError:
+            raise PeerTimeout(f"no link to {short(peer)} in {timeout_s:.3g} s") from None
+        raise PeerLost(f"{short(peer)} accepts links and drops them at once")
+
+    async def _dial(self, peer: PeerId, awaited: asyncio.Future[None]) -> None:
+        """Dial the peer; in the end ``awaited`` is done (`_add_link` sets its result)."""
+        failure: PeerError = PeerLost(f"dialling {short(peer)} was cancelled")
+        try:
+            addresses = self.book.find(peer).addresses
+            require(addresses, f"no address of {short(peer)} is known", PeerUnreachable)
+            # The relays that keep places for us may reach a peer that we cannot.
+            detours = [address for address in self.addresses if relay_of(address) is not None]
+            await dial_any(addresses, partial(self._dial_address, peer), detours)
+        except PeerError as error:
+            failure = error
+        except Exception as error:
+            fault = Fault.of(self._loop.time(), f"dialling {short(peer)}", error)
+            logger.exception("%s failed", fault.where)
+            self._events.emit(fault)
+            failure = PeerUnreachable(f"{fault.where} failed: {fault.text}")
+        finally:
+            if self._awaited.get(peer) is awaited:
+                del self._awaited[peer]
+            fail(awaited, failure)
+
+    async def _dial_address(self, peer: PeerId, address: str) -> Link:
+        relay = relay_of(address)
+        if relay is None:
+            return await self.dial_direct(peer, address)
+        if self.open_circuit is None or relay.id in (peer, self.id):
+            raise PeerUnreachable(f"{address}: this peer uses no relays")
+        connect = partial(self.open_circuit, relay, peer)
+        path = Path(LinkType.RELAYED, relay=relay.id, address=address)
+        return await self.shake_hands(connect, expected=peer, path=path)
+
+    async def dial_direct(self, peer: PeerId, address: str) -> Link:
+        """Dial an address, but not at once again where no peer answered: any member may name a victim's."""
+        scheme = address.partition(":")[0]
+        way = _WAYS.get(scheme, LinkType.DIRECT)
+        path = Path(way, address=address)
+        # Where another peer answers, others may still dial: only this peer's dialling waits then.
+        address_of_peer = f"{peer.hex()} {address}"
+        now = self._loop.time()
+        left_out = self._unanswered.holds(address, now) or self._unanswered.holds(address_of_peer, now)
+        require(not left_out, f"{address} did not answer a moment ago", PeerUnreachable)
+        try:
+            link = await self.shake_hands(partial(self.connect, address), expected=peer, path=path)
+        except PeerUnreachable:
+            self._unanswered.fail(address, self._loop.time())
+            raise
+        except WrongPeer:
+            self._unanswered.fail(address_of_peer, self._loop.time())
+            raise
+        self._unanswered.forgive(address)
+        return link
+
+    async def probe(self, peer: PeerId, address: str, *, timeout_s: float) -> None:
+        """Raise `PeerError` unless the peer can be dialled at a direct address; opens no link."""
+        proof: list[Remote] = []
+
+        def stop(carrier: WebSocket, remote: Remote, rtt_s: float) -> Link:
+            proof.append(remote)
+            raise PeerError("probed")
+
+        connect = partial(self.connect, address)
+        path = Path(address=address)
+        try:
+            await self.shake_hands(connect, expected=peer, path=path, make_link=stop, timeout_s=timeout_s)
+        except PeerError:
+            if not proof:
+                raise
+
+    async def connect(self, address: str, receiver: HandshakeReceiver) -> WebSocket:
+        self._require_open()
+        if is_iroh(address):
+            return await self.iroh.connect(address, receiver)
+        if self._session is None:
+            connector = aiohttp.TCPConnector(
+                limit=0,
+                force_close=True,
+                socket_factory=_socket_to,
+            )
+            self._session = aiohttp.ClientSession(
+                connector=connector,
+                timeout=aiohttp.ClientTimeout(total=None),
+                cookie_jar=aiohttp.DummyCookieJar(),
+            )
+        return await dial(self._session, address, scratch=self.scratch, receiver=receiver)
+
+    async def shake_hands(
+        self,
+        connect: Callable[[HandshakeReceiver], Awaitable[WebSocket]],
+        *,
+        expected: PeerId | None,
+        path: Path,
+        make_link: Callable[[WebSocket, Remote, float], Link] | None = None,
+        timeout_s: float | None = None,
+    ) -> Link:
+        """Make a link over the connection that ``connect`` opens; ``expected`` is None at the end that was dialled.
+
+        Raises `PeerUnreachable` if no peer answers in time, or it refuses, or as `Introduction` does.
+        """
+        receiver = self._receiver(expected, path, make_link)
+        timeout_s = timeout_s or self._settings.dial_timeout_s
+        name = path.address or str(path)
+        websocket: WebSocket | None = None
+        try:
+            async with asyncio.timeout(timeout_s):
+                websocket = await connect(receiver)
+                receiver.use(websocket)
+                # Without the shield, a timeout would cancel the future, which counts as done below.
+                return await asyncio.shield(receiver.link)
+        except TimeoutError:
+            raise PeerUnreachable(f"{name} did not answer in {timeout_s:.3g} s") from None
+        except PeerLost as error:
+            ours = describe_run(self._settings.run_id)
+            raise PeerUnreachable(f"{name} refused the link: {error} (we belong to {ours})") from error
+        except PeerError:
+            raise
+        except (aiohttp.ClientError, OSError, ValueError) as error:
+            raise PeerUnreachable(f"{name}: {error}") from error
+        finally:
+            linked = receiver.link.done() and receiver.link.exception() is None
+            if websocket is not None and not linked:
+                websocket.abort("the handshake failed")
+
+    def _receiver(
+        self,
+        expected: PeerId | None,
+        path: Path,
+        make_link: Callable[[WebSocket, Remote, float], Link] | None = None,
+    ) -> HandshakeReceiver:
+        introduction = Introduction(
+            self._identity,
+            addresses=self.addresses,
+            run_id=self._settings.run_id,
+            expected=expected,
+            membership=self.admission.membership,
+            admit=lambda key, membership: self.admission.admit(key, membership, now=self.time()),
+        )
+        make_link = make_link or partial(self._on_introduced, path, expected is not None)
+        return HandshakeReceiver(introduction, wall_clock=self._own_time, make_link=make_link)
+
+    def _receive_caller(self, request: web.BaseRequest) -> HandshakeReceiver:
+        self.require_room()
+        way = LinkType.DIRECT
+        # A tunnel's agent is local. Any other caller could send the header too.
+        if is_loopback(request.remote or "") and "X-Forwarded-For" in request.headers:
+            way = LinkType.TUNNEL
+        return self._receiver(None, Path(way))
+
+    def _receive_iroh(self) -> HandshakeReceiver:
+        self.require_room()
+        return self._receiver(None, Path(LinkType.IROH))
+
+    def _on_introduced(
+        self, path: Path, dialled: bool, carrier: WebSocket | Loopback, remote: Remote, rtt_s: float
+    ) -> Link:
+        self._require_open()
+        contact = remote.contact
+        self.book.replace(contact)
+        for address in contact.addresses:
+            self._unanswered.forgive(address)
+        # a clock that was set meanwhile is noticed before it is compared
+        self._own_time()
+        self.clock.observe(contact.id, theirs=remote.time, ours=self._wall_clock(), rtt_s=rtt_s)
+        path = replace(path, remote=carrier.remote_end)
+        traffic = self.metering.traffic(contact.id, path, dialled=dialled)
+        link = self._make_link(replace(remote, path=path), carrier=carrier, traffic=traffic, dialled=dialled)
+        link.rtts_s.append(rtt_s)
+        self._add_link(link)
+        return link
+
+    def _add_link(self, link: Link) -> None:
+        link.on_closed = self._on_link_closed
+        first = self.table.add(link)
+        remember(self.vouchers, link.peer, link.voucher, MAX_BOOK_ENTRIES)
+        best = self.table.best(link.peer)
+        for other in self.table.of(link.peer):
+            if other is not best:
+                other.leave()
+        if len(self.table) > self._settings.max_links:
+            unused = self.table.longest_unused()
+            if unused is not None and unused is not best:
+                unused.leave()
+        if first:
+            self._events.emit(PeerJoined(self._loop.time(), link.peer.hex()))
+        awaited = self._awaited.pop(link.peer, None)
+        if awaited is not None and not awaited.done():
+            awaited.set_result(None)
+
+    def _on_link_closed(self, link: Link) -> None:
+        if not self.table.remove(link):
+            return
+        self.clock.forget(link.peer)
+        # a peer that leaves says nothing of the others, which stay
+        if self._closing is None:
+            self._events.emit(PeerLeft(self._loop.time(), link.peer.hex(), link.lost or ""))
+        for listener in tuple(self.lost_listeners):
+            listener(link.peer)
+
+    def _own_link(self) -> Link:
+        if self._own_ends is None:
+            contact = Contact(self.id, self.addresses)
+            remote = Remote(contact, role=Role.AUTHORITY)
+            near = Loopback()
+            far = Loopback()
+            near.other = far
+            far.other = near
+            make_link = partial(self._make_link, remote, traffic=(Traffic(), Traffic()))
+            near_link = make_link(carrier=near, dialled=True)
+            far_link = make_link(carrier=far, dialled=False)
+            near.receiver = near_link
+            far.receiver = far_link
+            self._own_ends = (near_link, far_link)
+        return self._own_ends[0]
+
+    async def _keep_links(self) -> None:
+        """Ping every link; close the dead, the unused, and those of peers no longer admitted. Never returns."""
+        while True:
+            await asyncio.sleep(min(self._settings.keep_alive_s, self._settings.idle_link_s))
+            self.recheck()
+            for link in self.table:
+                self._keep(link)
+
+    def _keep(self, link: Link) -> None:
+        now = self._loop.time()
+        silent_s = now - link.carrier.read_at
+        if silent_s > _SILENT_KEEP_ALIVES * self._settings.keep_alive_s:
+            link.abort(f"silent for {silent_s:.0f} s")
+            return
+        unused_s = now - link.used_at if link.mux.quiet else 0.0
+        if link.mux.leaving and unused_s > LEAVE_TIMEOUT_S:
+            link.close("no longer needed")
+            return
+        # If both ends have addresses, either can dial again.
+        dialable = bool(self.addresses and self.book.find(link.peer).addresses)
+        needed = link.peer in self.pinned or not dialable
+        if unused_s > self._settings.idle_link_s and not needed:
+            link.leave()
+        else:
+            link.ping()
+
+    def recheck(self) -> None:
+        for link in self.table:
+            try:
+                self._admit_again(link, link.remote.membership)
+            except NotAdmitted as error:
+                link.close(f"not admitted: {error}")
+
+    def readmit(self, peer: PeerId, membership: bytes) -> Role:
+        """Admit the peer with a renewed membership and return its role, or raise `NotAdmitted`."""
+        roles = [self._admit_again(link, membership) for link in self.table.of(peer)]
+        return max(roles, default=Role.GUEST)
+
+    def _admit_again(self, link: Link, membership: bytes) -> Role:
+        role = self.admission.admit(link.remote.public_key, membership, now=self.time())
+        link.remote = replace(link.remote, membership=membership, role=role)
+        return role
+
+    def spawn(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+        """Run ``work`` until it ends or the node is closed."""
+        task = self._loop.create_task(work)
+        self._tasks[task] = None
+        task.add_done_callback(self._tasks.pop)
+        return task
+
+    def _require_open(self) -> None:
+        require(self._closing is None, "this peer is closed", PeerLost)
+
+    def require_room(self) -> None:
+        """Raise `PeerLost` if no link may be added."""
+        self._require_open()
+        full = self.table.full(self._settings.max_links)
+        require(not full, f"this peer has {len(self.table)} links, all busy", PeerLost)
 
     async def close(self) -> None:
-        await self.linker.close()
+        """Cancel handlers, close all links. Idempotent; continues if the caller is cancelled."""
+        if self._closing is None:
+            self._closing = self._loop.create_task(self._close(asyncio.current_task()))
+        await asyncio.shield(self._closing)
+
+    async def _close(self, caller: asyncio.Task[object] | None) -> None:
+        links = self._all_links()
+        tasks = self._cancel(links, caller, "this peer is closed")
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for link in links:
+            link.close("the peer left")
+        await asyncio.gather(*(link.wait_closed(timeout_s=_CLOSE_TIMEOUT_S) for link in links))
+        await self.listener.close()
+        await self.iroh.close()
+        if self._session is not None:
+            await self._session.close()
+
+    def kill(self, reason: str) -> None:
+        """Cancel every task and break every link at once, as a crash would."""
+        links = self._all_links()
+        self._cancel(links, None, reason)
+        self._own_ends = None
+        for link in links:
+            link.carrier.abort(reason)
+            self._loop.call_soon(link.on_lost, reason)
+
+    def _all_links(self) -> list[Link]:
+        """Return the links to other peers, and both ends of the link to this peer itself."""
+        return [*self.table, *(self._own_ends or ())]
+
+    def _cancel(
+        self, links: list[Link], caller: asyncio.Task[object] | None, reason: str
+    ) -> list[asyncio.Task[Any]]:
+        """Cancel all tasks, dials and handlers but ``caller``, in the order of their start; return the tasks."""
+        tasks = list(self._tasks)
+        for link in links:
+            tasks += link.tasks
+        if caller in tasks:
+            tasks.remove(caller)
+        for task in tasks:
+            task.cancel()
+        for awaited in self._awaited.values():
+            fail(awaited, PeerLost(reason))
+        self._awaited.clear()
+        return tasks

@@ -10,7 +10,7 @@ from collections import OrderedDict, deque
 from collections.abc import Collection, Hashable, Iterator
 from typing import Generic, TypeVar
 
-from colab_swarm.net.peers import PeerId, Peers, remember
+from colab_swarm.net.peers import remember
 
 K = TypeVar("K")
 # Times of a key that `Patience` remembers.
@@ -26,10 +26,9 @@ _MAX_FAILURES = 64
 MAX_SOURCES = 4096
 
 
-def allowance_s(peers: Peers, peer: PeerId) -> float:
+def allowance_s(rtt_s: float | None) -> float:
     """Return how much longer to wait for a peer on a slow line: a few round trips, bounded."""
-    rtt_s = peers.statistics(peer).rtt_s or 0.0
-    return min(4 * rtt_s, _MOST_ALLOWANCE_S)
+    return min(4 * (rtt_s or 0.0), _MOST_ALLOWANCE_S)
 
 
 def backoff(rng: random.Random, first_s: float, most_s: float) -> Iterator[float]:

@@ -1,7 +1,7 @@
 """The network as a service sees it: messages, calls and streams to peers, named by their id.
 
-`colab_swarm.net.node` implements `Peers` over WebSockets, and over the carriers of the simulator
-(`colab_swarm.sim`), so everything above runs unchanged on either. Rules that hold for both:
+`colab_swarm.net.node.Node` speaks it over WebSockets, and over the carriers of the simulator (`colab_swarm.sim`). Rules
+that hold for both:
 
 - A *call* is one message and its reply. A *stream* carries any number of items both ways. An item is a small message
   with an optional raw payload. Items arrive whole and in order, or the stream fails with `PeerLost`.
@@ -13,11 +13,11 @@
 
 import asyncio
 from collections import deque
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import MutableMapping
 from dataclasses import dataclass
 from enum import IntEnum
 from types import TracebackType
-from typing import Any, NewType, Protocol, Self, TypeAlias, TypeVar
+from typing import Any, NewType, Self, TypeAlias, TypeVar
 
 import msgspec
 
@@ -235,93 +235,6 @@ class Stream:
     def _wake(self) -> None:
         if self._receiving is not None and not self._receiving.done():
             self._receiving.set_result(None)
-
-
-class Peers(Protocol):
-    """The network as one peer sees it."""
-
-    @property
-    def id(self) -> PeerId: ...
-
-    @property
-    def contact(self) -> Contact:
-        """How others reach this peer; no addresses in client mode."""
-
-    @property
-    def metered(self) -> bool:
-        """Whether a relay or a tunnel carries the traffic to this peer: it reduces only if every peer is metered."""
-
-    def sign(self, data: bytes) -> bytes:
-        """Ed25519 signature by this peer's key (64 bytes)."""
-
-    @property
-    def public_key(self) -> bytes:
-        """This peer's Ed25519 public key (32 bytes); its SHA-256 is `id`."""
-
-    @property
-    def membership(self) -> bytes:
-        """What proves this peer's role to others; empty in an open run."""
-
-    def role_by(self, public_key: bytes, membership: bytes, at: float) -> Role:
-        """Return the role that a membership gave its owner at a swarm time; ``GUEST`` if it gave none."""
-
-    def time(self) -> float:
-        """Return swarm time: seconds since the epoch, moved by the linked peers' median offset."""
-
-    def learn(self, contact: Contact) -> None:
-        """Remember where a peer can be dialled. Cheap; call it for every contact seen."""
-
-    def contact_of(self, peer: PeerId) -> Contact:
-        """Return the peer's contact, without addresses if none is known."""
-
-    async def call(self, peer: PeerId, message: Message, reply: type[R], *, timeout_s: float) -> R:
-        """Send ``message``; return the peer's reply of type ``reply``, or raise a `PeerError`."""
-
-    async def stream(self, peer: PeerId, opening: Message, *, timeout_s: float) -> Stream:
-        """Open a stream; ``opening`` selects the peer's handler. ``timeout_s`` bounds the dialling only.
-
-        Raises PeerError if that fails; the first receive raises `CallRefused` if the peer refuses.
-        """
-
-    def serve(
-        self, kind: type[M], handler: Callable[[PeerId, M], Awaitable[Message]], *, role: Role = Role.VIEWER
-    ) -> None:
-        """Answer calls of type ``kind`` by peers of ``role`` or above with ``await handler(peer, message)``."""
-
-    def serve_stream(
-        self, kind: type[M], handler: Callable[[M, Stream], Awaitable[None]], *, role: Role = Role.VIEWER
-    ) -> None:
-        """Run ``await handler(opening, stream)`` for each stream that a peer opens with ``kind``."""
-
-    def role_of(self, peer: PeerId) -> Role:
-        """Return the role that the peer's membership gives; ``GUEST`` without a link."""
-
-    def voucher_of(self, peer: PeerId) -> bytes:
-        """Return the voucher of a peer that is or was linked, as `Stream.voucher`; of others the peer's id."""
-
-    def unserve(self, kind: type[Message]) -> None:
-        """Stop answering ``kind``."""
-
-    def linked(self) -> frozenset[PeerId]:
-        """Peers with an open link now."""
-
-    def read_at(self, peer: PeerId) -> float:
-        """Return the loop time of the last bytes from a peer; -inf without a link."""
-
-    def way_to(self, peer: PeerId) -> str:
-        """Return the type of link to a peer: ``direct``, ``LAN``, ``relayed by 1a2b3c4d``; empty without a link."""
-
-    def statistics(self, peer: PeerId | None = None) -> LinkStatistics:
-        """Return the totals of one peer, or of all."""
-
-    def limit(self, rate_bps: float | None) -> None:
-        """Limit all links together to ``rate_bps`` bits per second in each direction; None removes the limit."""
-
-    def on_lost(self, listener: Callable[[PeerId], None]) -> Callable[[], None]:
-        """Call ``listener(peer)`` when the last link to a peer is gone; return a function that stops this."""
-
-    async def close(self) -> None:
-        """Cancel handlers, close all links. Idempotent."""
 
 
 def short(peer: PeerId) -> str:

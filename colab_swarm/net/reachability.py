@@ -268,7 +268,7 @@ class ReachabilityWatch:
 
     async def start(self) -> None:
         """Determine the level, in some seconds at most; `TunnelError` if a requested tunnel does not open."""
-        self._policy.iroh = self._node.linker.iroh.addresses
+        self._policy.iroh = self._node.iroh.addresses
         if self._tunnel_settings is not None:
             if self._node.port is None:
                 raise TunnelError("a tunnel leads to a port, and this peer has none: remove listen=False")
@@ -277,14 +277,14 @@ class ReachabilityWatch:
                 self._node.port,
                 on_change=self._on_tunnel,
                 events=self._events,
-                sent_bytes=lambda: self._node.linker.metering.tunnelled.total_bytes,
+                sent_bytes=lambda: self._node.metering.tunnelled.total_bytes,
             ).open()
             self._policy.tunnel = self._tunnel.address
         await self.verify()
         if not self._policy.dialable and self._circuits is not None:
             self._circuits.start()
             await self._circuits.wait_looked(_CALL_TIMEOUT_S / 2)
-        self._node.linker.spawn(self._keep())
+        self._node.spawn(self._keep())
 
     async def close(self) -> None:
         if self._tunnel is not None:
@@ -332,7 +332,7 @@ class ReachabilityWatch:
 
     async def _probe(self, peer: PeerId, address: str) -> str:
         try:
-            await self._node.linker.probe(peer, address, timeout_s=PROBE_TIMEOUT_S)
+            await self._node.probe(peer, address, timeout_s=PROBE_TIMEOUT_S)
         except PeerError as error:
             return str(error).removeprefix(f"{address}: ").removeprefix(f"{address} ")[:200]
         return ""
@@ -343,7 +343,7 @@ class ReachabilityWatch:
         self._update()
 
     def _update(self) -> None:
-        iroh = self._node.linker.iroh
+        iroh = self._node.iroh
         self._policy.iroh = iroh.addresses
         before = self.current
         decided = self._policy.decide()
@@ -353,8 +353,8 @@ class ReachabilityWatch:
         else:
             self._node.metered = decided.level in (ReachabilityLevel.RELAYED, ReachabilityLevel.TUNNEL)
         if decided.addresses != self._node.contact.addresses:
-            self._node.announce(decided.addresses)
-            self._node.linker.spawn(self._send_moved())
+            self._node.addresses = decided.addresses
+            self._node.spawn(self._send_moved())
         if (decided.level, decided.via) != (before.level, before.via):
             logger.info("reachability: %s", decided.explain())
             self._events.emit(ReachabilityChanged(self._loop.time(), str(decided)))
@@ -366,9 +366,9 @@ class ReachabilityWatch:
         await asyncio.gather(*calls, return_exceptions=True)
 
     async def _on_moved(self, peer: PeerId, moved: Moved) -> Ack:
-        self._node.linker.book.replace(Contact(peer, moved.addresses))
+        self._node.book.replace(Contact(peer, moved.addresses))
         if self._circuits is not None:
-            self._node.linker.spawn(self._circuits.leave_relay(peer))
+            self._node.spawn(self._circuits.leave_relay(peer))
         return Ack()
 
     async def _keep(self) -> None:

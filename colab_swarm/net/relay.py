@@ -39,6 +39,10 @@ _TOKEN_BYTES = 16
 _GO = b"go"
 # A batch holds the messages of one read, and fragments received before it.
 _BATCH_BYTES = SCRATCH_BYTES + MAX_MESSAGE_BYTES + 16
+# Peers that hold a place at a relay, and circuits that are open there.
+PLACES = 256
+CIRCUITS = 256
+CIRCUITS_PER_PEER = 32
 # One caller cannot use up all circuits of another peer.
 CIRCUITS_PER_PAIR = 4
 # Links ping, so a circuit without traffic for this time is dead.
@@ -96,25 +100,15 @@ class Inside(Message, frozen=True):
 
 @dataclass(frozen=True)
 class RelayQuota:
-    """Limits of a relay; None for no limit.
+    """Limits of all circuits of a relay together; None for no limit.
 
     Attributes:
-        places: peers that may hold a place.
-        circuits, circuits_per_peer: circuits that may be open at once.
-        circuit_bytes: bytes that one circuit carries before it is closed.
-        circuit_s: seconds that one circuit may be open.
-        circuit_bps, total_bps: bits per second of one circuit, and of all circuits.
-        total_bytes: bytes of all circuits since the relay started; then it opens no more.
+        total_bytes: bytes since the relay started; then it opens no more circuits.
+        total_bps: bits per second.
     """
 
-    places: int = 256
-    circuits: int = 256
-    circuits_per_peer: int = 32
-    circuit_bytes: float | None = None
-    circuit_s: float | None = None
-    circuit_bps: float | None = None
-    total_bps: float | None = None
     total_bytes: float | None = None
+    total_bps: float | None = None
 
     def __repr__(self) -> str:
         return settings(self)
@@ -128,7 +122,6 @@ class Circuit:
     opened_at: float
     used_at: float
     traffic: Traffic
-    carried_bytes: int = 0
     tokens: dict[bytes, int] = field(default_factory=dict)
     pumps: "dict[int, _Pump]" = field(default_factory=dict)
 
@@ -142,35 +135,37 @@ class RelayState:
         self.places: dict[PeerId, float] = {}
         self.circuits: set[Circuit] = set()
         self.carried_bytes = 0
-        # Every circuit takes from these buckets.
-        self._shared_buckets: list[TokenBucket] = []
-        if quota.total_bps is not None:
-            self._shared_buckets.append(TokenBucket(quota.total_bps, now))
+        # Every circuit takes from it.
+        self._buckets = [] if quota.total_bps is None else [TokenBucket(quota.total_bps, now)]
 
     def reserve(self, peer: PeerId, now: float) -> None:
-        full = peer not in self.places and len(self.places) >= self.quota.places
-        require(not full, f"all {self.quota.places} places are taken", Refusal)
+        full = peer not in self.places and len(self.places) >= PLACES
+        require(not full, f"all {PLACES} places are taken", Refusal)
         self.places[peer] = now
 
     def open(self, caller: PeerId, called: PeerId, now: float, random: Callable[[int], bytes]) -> Circuit:
-        quota = self.quota
-        require(len(self.circuits) < quota.circuits, f"{quota.circuits} circuits are open here", Refusal)
+        require(len(self.circuits) < CIRCUITS, f"{CIRCUITS} circuits are open here", Refusal)
         for peer in (caller, called):
             count = sum(peer in circuit.ends for circuit in self.circuits)
-            most = quota.circuits_per_peer
-            require(count < most, f"{most} circuits of {short(peer)} are open here", Refusal)
+            text = f"{CIRCUITS_PER_PEER} circuits of {short(peer)} are open here"
+            require(count < CIRCUITS_PER_PEER, text, Refusal)
         pair = {caller, called}
         between = sum(pair == {*circuit.ends} for circuit in self.circuits)
         require(between < CIRCUITS_PER_PAIR, f"{between} circuits between the two are open here", Refusal)
-        if quota.total_bytes is not None and self.carried_bytes >= quota.total_bytes:
-            raise Refusal(f"this relay has carried its {quota.total_bytes / 1e9:g} GB")
-        buckets = list(self._shared_buckets)
-        if quota.circuit_bps is not None:
-            buckets.insert(0, TokenBucket(quota.circuit_bps, now))
-        circuit = Circuit((caller, called), opened_at=now, used_at=now, traffic=Traffic((), buckets))
+        require(not self.spent, f"this relay has carried {self.spent}", Refusal)
+        traffic = Traffic((), self._buckets)
+        circuit = Circuit((caller, called), opened_at=now, used_at=now, traffic=traffic)
         circuit.tokens = {random(_TOKEN_BYTES): 0, random(_TOKEN_BYTES): 1}
         self.circuits.add(circuit)
         return circuit
+
+    @property
+    def spent(self) -> str:
+        """The relay's GB, if all of them are used up."""
+        most_bytes = self.quota.total_bytes
+        if most_bytes is None or self.carried_bytes < most_bytes:
+            return ""
+        return f"its {most_bytes / 1e9:g} GB"
 
     def find(self, token: bytes) -> tuple[Circuit, int] | None:
         """Return the circuit and the end of a ticket; a ticket is valid once."""
@@ -181,20 +176,15 @@ class RelayState:
 
     def carry(self, circuit: Circuit, size: int, now: float) -> tuple[float, str | None]:
         """Count bytes; return the seconds until more may come, and why the circuit must end, or None."""
-        quota = self.quota
         circuit.used_at = now
-        circuit.carried_bytes += size
         self.carried_bytes += size
         circuit.traffic.count(size, now)
-        if quota.circuit_bytes is not None and circuit.carried_bytes > quota.circuit_bytes:
-            return 0.0, f"the relay carries {quota.circuit_bytes / 1e6:g} MB per circuit"
-        if quota.total_bytes is not None and self.carried_bytes > quota.total_bytes:
-            return 0.0, f"the relay has carried its {quota.total_bytes / 1e9:g} GB"
+        if self.spent:
+            return 0.0, f"the relay has carried {self.spent}"
         return circuit.traffic.delay(now), None
 
     def overdue(self, now: float) -> dict[Circuit, str]:
         """Return the circuits that must end now, with the reason."""
-        limit_s = self.quota.circuit_s
         reasons: dict[Circuit, str] = {}
         for circuit in self.circuits:
             age_s = now - circuit.opened_at
@@ -202,8 +192,6 @@ class RelayState:
                 reasons[circuit] = "the circuit was silent"
             if len(circuit.pumps) < 2 and age_s > _CONNECT_S:
                 reasons[circuit] = "the other end did not connect"
-            if limit_s is not None and age_s > limit_s:
-                reasons[circuit] = f"the relay keeps a circuit for {limit_s:g} s"
         return reasons
 
 
@@ -218,27 +206,27 @@ class Relay:
         self._batched_bytes = 0
         node.serve(Reserve, self._on_reserve, role=Role.REDUCER)
         node.serve(OpenCircuit, self._on_open)
-        node.linker.listener.on_ticket = self._on_ticket
+        node.listener.on_ticket = self._on_ticket
         node.on_lost(self._on_lost)
-        self._upkeep = node.linker.spawn(self._expire())
+        self._upkeep = node.spawn(self._expire())
 
     def close(self) -> None:
         self._upkeep.cancel()
         # Nothing takes tickets any longer, so give none out.
         self._node.unserve(Reserve)
         self._node.unserve(OpenCircuit)
-        self._node.linker.listener.on_ticket = None
+        self._node.listener.on_ticket = None
         for circuit in list(self.state.circuits):
             self.end(circuit, "the relay closed")
 
     async def _on_reserve(self, peer: PeerId, message: Reserve) -> Ack:
         self.state.reserve(peer, self._loop.time())
-        self._node.linker.pinned.add(peer)
+        self._node.pinned.add(peer)
         return Ack()
 
     def _on_lost(self, peer: PeerId) -> None:
         self.state.places.pop(peer, None)
-        self._node.linker.pinned.discard(peer)
+        self._node.pinned.discard(peer)
 
     async def _on_open(self, peer: PeerId, message: OpenCircuit) -> CircuitTicket:
         called = PeerId(message.peer)
@@ -247,7 +235,7 @@ class Relay:
         require(reachable, f"{short(called)} holds no place here", Refusal)
         circuit = self.state.open(peer, called, self._loop.time(), os.urandom)
         caller_token, called_token = circuit.tokens
-        self._node.linker.spawn(self._offer(circuit, called, CircuitOffer(peer, called_token)))
+        self._node.spawn(self._offer(circuit, called, CircuitOffer(peer, called_token)))
         return CircuitTicket(caller_token)
 
     async def _offer(self, circuit: Circuit, called: PeerId, offer: CircuitOffer) -> None:
@@ -393,14 +381,14 @@ class Circuits:
         self._accepting: list[PeerId] = []
         # The circuit addresses at each relay.
         self.places: dict[PeerId, tuple[str, ...]] = {}
-        node.linker.open_circuit = self._open
+        node.open_circuit = self._open
         node.serve(CircuitOffer, self._on_offer, role=Role.REDUCER)
         node.serve(Inside, self._on_inside)
         node.on_lost(self._on_lost)
 
     def start(self) -> None:
         if self._keeping is None:
-            self._keeping = self._node.linker.spawn(self._keep())
+            self._keeping = self._node.spawn(self._keep())
 
     async def wait_looked(self, timeout_s: float) -> None:
         """Return when all relays known at the start have been tried, or the time is over."""
@@ -420,7 +408,7 @@ class Circuits:
         return await self._show(relay.id, ticket.token, receiver)
 
     async def _show(self, relay: PeerId, token: bytes, receiver: HandshakeReceiver) -> WebSocket:
-        websocket = await self._node.linker.connect(self._entries(relay)[0], receiver)
+        websocket = await self._node.connect(self._entries(relay)[0], receiver)
         websocket.send_bytes(TICKET + token)
         return websocket
 
@@ -436,20 +424,20 @@ class Circuits:
 
     async def _on_offer(self, relay: PeerId, offer: CircuitOffer) -> Ack:
         try:
-            self._node.linker.require_room()
+            self._node.require_room()
         except PeerLost as error:
             raise Refusal(str(error)) from error
         few = self._accepting.count(relay) < OFFERS_AT_ONCE
         require(few, f"{OFFERS_AT_ONCE} of your offers are being accepted: wait", Refusal)
         self._accepting.append(relay)
-        self._node.linker.spawn(self._accept(relay, offer))
+        self._node.spawn(self._accept(relay, offer))
         return Ack()
 
     async def _accept(self, relay: PeerId, offer: CircuitOffer) -> None:
         connect = partial(self._show, relay, offer.token)
         path = Path(LinkType.RELAYED, relay=relay)
         try:
-            link = await self._node.linker.shake_hands(connect, expected=None, path=path)
+            link = await self._node.shake_hands(connect, expected=None, path=path)
         except PeerError as error:
             logger.info("circuit of %s through %s: %s", short(PeerId(offer.peer)), short(relay), error)
             return
@@ -467,7 +455,7 @@ class Circuits:
             theirs = await self._node.call(peer, own, Inside, timeout_s=CALL_TIMEOUT_S)
             addresses = (*self._node.contact_of(peer).addresses, *theirs.addresses)
             direct = [address for address in addresses if is_address(address) and relay_of(address) is None]
-            await dial_any(direct, partial(self._node.linker.dial_direct, peer))
+            await dial_any(direct, partial(self._node.dial_direct, peer))
 
     @property
     def _inside(self) -> tuple[str, ...]:
@@ -513,7 +501,7 @@ class Circuits:
     async def _rtt(self, relay: PeerId) -> float | None:
         try:
             if relay not in self._node.linked():
-                await self._node.linker.link_to(relay, CALL_TIMEOUT_S)
+                await self._node.link_to(relay, CALL_TIMEOUT_S)
         except PeerError as error:
             logger.info("relay %s: %s", short(relay), error)
             return None
@@ -527,7 +515,7 @@ class Circuits:
             logger.info("no place at relay %s: %s", short(relay), error)
             self._forget([relay])
             return
-        self._node.linker.pinned.add(relay)
+        self._node.pinned.add(relay)
         # Others may have to dial it elsewhere than we do: public addresses come first.
         entries.sort(key=_nearness)
         circuits = tuple(f"{entry}{CIRCUIT}{relay.hex()}" for entry in entries[:_ENTRIES])
@@ -539,7 +527,7 @@ class Circuits:
         lost = [relay for relay in relays if relay in self.places]
         for relay in lost:
             del self.places[relay]
-        self._node.linker.pinned.difference_update(relays)
+        self._node.pinned.difference_update(relays)
         if lost:
             self._on_change()
 

@@ -15,7 +15,7 @@ them, and the clock of the event loop, have a second implementation:
               |
     Swarm, optimizer, averaging, DHT, experts        the same code as on the internet
               |
-    Peers --------- real: colab_swarm.net.node       WebSocket, Noise, routers
+    Node ---------- real: colab_swarm.net.node       WebSocket, Noise, routers
               '---- simulated: SimPeers              pipes with rate, latency, loss; faults by script
               |
     time ---------- real: the clock                  or: jumps to the next timer as soon as all threads wait

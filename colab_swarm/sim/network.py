@@ -24,7 +24,6 @@ from colab_swarm.events import EventLog
 from colab_swarm.net.carrier import REMEMBERED_RATES, Loopback, NodeSettings, Path, Remote
 from colab_swarm.net.identity import Identity, id_of
 from colab_swarm.net.link import Link
-from colab_swarm.net.linker import Linker
 from colab_swarm.net.membership import OpenAdmission
 from colab_swarm.net.mux import Handler, ServiceTable
 from colab_swarm.net.node import Node
@@ -203,59 +202,6 @@ class SimLink(Link):
         return was_open and not self._wire.open
 
 
-class SimLinker(Linker):
-    """Opens links over `SimCarrier`."""
-
-    def __init__(self, network: "SimNetwork", own: "SimPeers", identity: Identity) -> None:
-        self._network = network
-        self._own = own
-        clock = partial(network.wall_clock, own.name)
-        make_link = partial(SimLink, network, own)
-        super().__init__(identity, SETTINGS, OpenAdmission(), EventLog(), clock, make_link)
-
-    async def link_to(self, peer: PeerId, timeout_s: float) -> Link:
-        if not self._own.up:
-            await asyncio.sleep(0.01)  # at 0, a loop of retries would stop the clock
-            raise PeerLost(f"{self._own.name} is down")
-        return await super().link_to(peer, timeout_s)
-
-    async def dial_direct(self, peer: PeerId, address: str) -> Link:
-        network = self._network
-        other = self._network.by_address.get(address)
-        unanswered = PeerUnreachable(f"nobody answers at {address}")
-        if other is None:
-            raise unanswered
-        latency_s = network.profile.pair_latency_s(self._own.name, other.name, seed=network.seed)
-        try:
-            async with asyncio.timeout(SETTINGS.dial_timeout_s):
-                for _ in range(DIAL_ROUND_TRIPS):
-                    await asyncio.sleep(2 * latency_s * network.latency_factor)
-                    while network.separated(self._own.name, other.name):
-                        await asyncio.sleep(1.0)  # then dial again
-                    if not (other.up and other.linker.addresses):
-                        raise unanswered
-        except TimeoutError:
-            raise unanswered from None
-        require(other.id == peer, f"peer {short(other.id)} answered, {short(peer)} was expected", WrongPeer)
-        return self.table.best(peer) or self._connect(other, latency_s)  # it may have dialled us meanwhile
-
-    def _connect(self, other: "SimPeers", latency_s: float) -> Link:
-        other.linker.require_room()
-        ends = (self._own, other), (other, self._own)
-        near, far = (SimCarrier(self._network, one, two, latency_s) for one, two in ends)
-        near.other = far
-        far.other = near
-        far.receiver = other.linker.accept(self._own, far, dialled=False)
-        near.receiver = link = self.accept(other, near, dialled=True)
-        return link
-
-    def accept(self, other: "SimPeers", carrier: SimCarrier, *, dialled: bool) -> Link:
-        """Return the link over this end of a new connection, as after a handshake."""
-        clock = other.linker.own_time()
-        remote = Remote(other.contact, other.public_key, role=other.role, time=clock)
-        return self.on_introduced(Path(), dialled, carrier, remote, 0.0)
-
-
 class SimPeers(Node):
     """A `Node` on the simulated network: its links run over `SimCarrier`. Made by `SimNetwork.peer`.
 
@@ -264,8 +210,6 @@ class SimPeers(Node):
         up: False once it crashed or left.
         slowness: multiplies its transfer times and latency.
     """
-
-    linker: SimLinker
 
     def __init__(self, network: "SimNetwork", name: str, *, host: HostProfile, role: Role) -> None:
         self.name = name
@@ -277,10 +221,54 @@ class SimPeers(Node):
         self.download = Pipe(host.download_bps)
         self._down_callbacks: list[Callable[[], object]] = []
         identity = Identity(hashlib.sha256(f"{network.seed} {name}".encode()).digest())
-        super().__init__(identity, SETTINGS, SimLinker(network, self, identity))
+        clock = partial(network.wall_clock, name)
+        make_link = partial(SimLink, network, self)
+        super().__init__(identity, SETTINGS, OpenAdmission(), EventLog(), clock, make_link)
 
     def __repr__(self) -> str:
         return f"SimPeers({self.name}, {'up' if self.up else 'down'}, {len(self.linked())} links)"
+
+    async def link_to(self, peer: PeerId, timeout_s: float) -> Link:
+        if not self.up:
+            await asyncio.sleep(0.01)  # at 0, a loop of retries would stop the clock
+            raise PeerLost(f"{self.name} is down")
+        return await super().link_to(peer, timeout_s)
+
+    async def dial_direct(self, peer: PeerId, address: str) -> Link:
+        network = self._network
+        other = self._network.by_address.get(address)
+        unanswered = PeerUnreachable(f"nobody answers at {address}")
+        if other is None:
+            raise unanswered
+        latency_s = network.profile.pair_latency_s(self.name, other.name, seed=network.seed)
+        try:
+            async with asyncio.timeout(SETTINGS.dial_timeout_s):
+                for _ in range(DIAL_ROUND_TRIPS):
+                    await asyncio.sleep(2 * latency_s * network.latency_factor)
+                    while network.separated(self.name, other.name):
+                        await asyncio.sleep(1.0)  # then dial again
+                    if not (other.up and other.addresses):
+                        raise unanswered
+        except TimeoutError:
+            raise unanswered from None
+        require(other.id == peer, f"peer {short(other.id)} answered, {short(peer)} was expected", WrongPeer)
+        return self.table.best(peer) or self._connect(other, latency_s)  # it may have dialled us meanwhile
+
+    def _connect(self, other: "SimPeers", latency_s: float) -> Link:
+        other.require_room()
+        ends = (self, other), (other, self)
+        near, far = (SimCarrier(self._network, one, two, latency_s) for one, two in ends)
+        near.other = far
+        far.other = near
+        far.receiver = other.accept(self, far, dialled=False)
+        near.receiver = link = self.accept(other, near, dialled=True)
+        return link
+
+    def accept(self, other: "SimPeers", carrier: SimCarrier, *, dialled: bool) -> Link:
+        """Return the link over this end of a new connection, as after a handshake."""
+        clock = other._own_time()
+        remote = Remote(other.contact, other.public_key, role=other.role, time=clock)
+        return self._on_introduced(Path(), dialled, carrier, remote, 0.0)
 
     def role_by(self, public_key: bytes, membership: bytes, at: float) -> Role:
         writer = self._network.by_id.get(id_of(public_key))
@@ -313,7 +301,7 @@ class SimPeers(Node):
 
     def kill(self, reason: str) -> None:
         self.up = False
-        self.linker.kill(reason)
+        super().kill(reason)
 
 
 @dataclass(frozen=True)
@@ -429,7 +417,7 @@ class SimNetwork:
         self.by_name[name] = self.by_id[peer.id] = peer
         address = f"ws://{re.sub('[^A-Za-z0-9._-]', '-', name)}:{1 + list(self.by_name).index(name)}"
         self.by_address[address] = peer
-        peer.announce((address,) if listen else ())
+        peer.addresses = (address,) if listen else ()
         return peer
 
     def is_up(self, name: str) -> bool:
@@ -558,7 +546,7 @@ class SimNetwork:
 
     def _carriers(self) -> list[SimCarrier]:
         """Return both ends of every connection that one of them still uses."""
-        ends = [link.carrier for peer in self.by_name.values() for link in peer.linker.table]
+        ends = [link.carrier for peer in self.by_name.values() for link in peer.table]
         carriers: dict[SimCarrier, None] = {}
         for end in ends:
             if isinstance(end, SimCarrier):

@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING, Any
 from colab_swarm.errors import PeerError, SwarmError, require
 from colab_swarm.markup import bandwidth, count, plain, text
 from colab_swarm.net.addresses import IP, is_local, own_ips
-from colab_swarm.net.carrier import Speed, measure
-from colab_swarm.net.peers import PeerId, Peers
+from colab_swarm.net.node import Node
+from colab_swarm.net.peers import PeerId
 from colab_swarm.net.reachability import Reachability, ReachabilityLevel
+from colab_swarm.net.speed import Speed, measure
 from colab_swarm.notebook import theme
 from colab_swarm.notebook.explanation import install_line
 from colab_swarm.notebook.platforms import Platform, platform
@@ -221,7 +222,7 @@ def _swarm_checks(swarm: Swarm) -> list[Check]:
     behind_s = 0.0
     # a simulated peer has no network, and its wall clock is simulated too
     if swarm.network is not None:
-        behind_s = swarm.network.node.linker.clock.behind_s
+        behind_s = swarm.network.node.clock.behind_s
     return [*checks, check_clock(-behind_s), check_bandwidth(uplink)]
 
 
@@ -256,7 +257,7 @@ def _subject(
     return replace(subject, samples_per_s=measured.samples_per_s)
 
 
-async def _test_uplink(peers: Peers, testers: Sequence[PeerId]) -> Speed | None:
+async def _test_uplink(peers: Node, testers: Sequence[PeerId]) -> Speed | None:
     for peer in testers:
         # it may have left, be busy, or be too old for a test
         with contextlib.suppress(PeerError):

@@ -17,9 +17,10 @@ from colab_swarm.invite import Access, Invite
 from colab_swarm.mailbox.address import checked_address, confirmed_address
 from colab_swarm.mailbox.bucket import Bucket, require_rights
 from colab_swarm.mailbox.reader import Spectator
+from colab_swarm.net.carrier import NodeSettings
 from colab_swarm.net.identity import Identity, id_of
 from colab_swarm.net.lan import LanSwarm, find_swarms
-from colab_swarm.net.node import Node, NodeSettings
+from colab_swarm.net.node import Node
 from colab_swarm.net.peers import PeerId, Role, short
 from colab_swarm.net.tunnels import settings_of
 from colab_swarm.notebook import platforms
@@ -457,7 +458,7 @@ async def _start(
         raise
     # on Colab and Kaggle no other machine is in the network
     if not (platforms.in_colab() or platforms.in_kaggle()):
-        node.linker.spawn(network.announce_in_lan(name))
+        node.spawn(network.announce_in_lan(name))
     return services, network
 
 

@@ -22,12 +22,12 @@ from colab_swarm.events import Event, EventLog, Fault, PeerJoined, PeerLeft
 from colab_swarm.invite import LOCAL_ONLY
 from colab_swarm.markup import settings
 from colab_swarm.net.addresses import only_local
-from colab_swarm.net.carrier import SpeedTests
 from colab_swarm.net.lan import LanAnnouncer
 from colab_swarm.net.node import Node
-from colab_swarm.net.peers import Contact, PeerId, Peers, end_tasks
+from colab_swarm.net.peers import Contact, PeerId, end_tasks
 from colab_swarm.net.reachability import ReachabilityWatch
 from colab_swarm.net.relay import Relay, RelayQuota
+from colab_swarm.net.speed import SpeedTests
 from colab_swarm.net.tunnels import TunnelSettings
 from colab_swarm.notebook.platforms import SessionClock, platform, wait_for_end
 from colab_swarm.runtime import PauseGate, loop_now, wait_until
@@ -117,10 +117,8 @@ class NetworkOptions:
     @classmethod
     def from_saved(cls, saved: dict[str, Any]) -> "NetworkOptions":
         relay = saved.get("relay", False)
-        # an earlier version had more limits
         if isinstance(relay, dict):
-            limits = {name: relay[name] for name in relay.keys() & RelayQuota.__annotations__}
-            relay = RelayQuota(**limits)
+            relay = RelayQuota(**relay)
         return cls(**{**saved, "relay": relay})
 
 
@@ -178,7 +176,7 @@ class NetworkSession:
             if store is not None:
                 await self._save(store)
                 self.store = store
-                self.node.linker.spawn(self._keep_saving(store))
+                self.node.spawn(self._keep_saving(store))
         except BaseException:
             # otherwise a tunnel would stay open, after an interrupt too
             await self.leave()
@@ -191,14 +189,14 @@ class NetworkSession:
             node.learn(contact)
         # Others must not try addresses behind a NAT, so these are announced once a peer has dialled back.
         if entries and not self.options.announce:
-            node.announce(node.linker.iroh.addresses)
+            node.addresses = node.iroh.addresses
         await self.trust.join()
         if entries:
             entries = await self._link(entries)
         try:
             await find_others(self._services, entries)
         except JoinError as error:
-            skew = clock_advice(node.linker.clock.behind_s)
+            skew = clock_advice(node.clock.behind_s)
             if not skew:
                 raise
             raise JoinError(f"{error}; {skew}") from error
@@ -216,7 +214,7 @@ class NetworkSession:
             await _blame_the_network(entries, error)
             if self.access.invitation is not None:
                 raise
-            node.announce(tuple(self.options.announce) or node.listening())
+            node.addresses = tuple(self.options.announce) or node.listening()
             return ()
         await self.reachability.verify()
         return entries
@@ -278,7 +276,7 @@ class NetworkSession:
 
         self.clock = clock
         # the node ends it when it closes
-        self.node.linker.spawn(wait())
+        self.node.spawn(wait())
 
     def end_session(
         self, clock: SessionClock, optimizers: "Mapping[str, SwarmOptimizer]", leave: Callable[[], None]
@@ -323,7 +321,7 @@ class NetworkSession:
 
     async def announce(self, what: str, value: Callable[[], Any]) -> None:
         """Publish a value for the run each minute, but not while it is empty; None ends it."""
-        self.node.linker.spawn(self._publish(f"{self.access.run_id}/{what}", value))
+        self.node.spawn(self._publish(f"{self.access.run_id}/{what}", value))
 
     async def _publish(self, key: str, value: Callable[[], Any]) -> None:
         while (current := value()) is not None:
@@ -405,7 +403,7 @@ async def enter(node: Node, entries: Sequence[Contact]) -> None:
 
     async def dial(contact: Contact) -> None:
         async with free:
-            await node.linker.link_to(contact.id, _LINK_S)
+            await node.link_to(contact.id, _LINK_S)
 
     dials = [asyncio.create_task(dial(contact)) for contact in entries]
     try:
@@ -422,7 +420,7 @@ async def enter(node: Node, entries: Sequence[Contact]) -> None:
 
 
 def assemble(
-    peers: Peers,
+    peers: Node,
     run_id: str,
     events: EventLog,
     rng: random.Random,

@@ -26,7 +26,8 @@ from colab_swarm.events import (
 )
 from colab_swarm.invite import Invite
 from colab_swarm.markup import duration, plain, size
-from colab_swarm.net.peers import PeerId, Peers, short
+from colab_swarm.net.node import Node
+from colab_swarm.net.peers import PeerId, short
 from colab_swarm.runtime import Runner
 from colab_swarm.snapshot import ContributionRow, PeerRow, SessionTime, SwarmSnapshot, describe
 from colab_swarm.training.communication import Communication
@@ -331,7 +332,7 @@ def _last_share(rounds: Sequence[RoundFinished], me: str) -> float | None:
 
 
 def peer_rows(
-    peers: Peers,
+    peers: Node,
     own_name: str,
     trainers: Mapping[PeerId, ProgressRecord],
     assistants: Mapping[PeerId, AssistantRecord],
@@ -376,7 +377,7 @@ def _role(record: ProgressRecord, step: int) -> str:
     return "trainer" if record.step >= step - _STEPS_BEHIND else "away"
 
 
-def _row(peers: Peers, peer: PeerId, name: str, role: str, reachable: bool | None, now: float) -> PeerRow:
+def _row(peers: Node, peer: PeerId, name: str, role: str, reachable: bool | None, now: float) -> PeerRow:
     name = plain(name, MAX_NAME_CHARS) or f"peer-{short(peer)}"
     row = PeerRow(name, short(peer), role, 0, 0.0, 0.0, reachable, me=peer == peers.id)
     if row.me:

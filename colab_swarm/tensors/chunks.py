@@ -23,18 +23,9 @@ from blake3 import blake3
 from numpy.typing import NDArray
 
 from colab_swarm.errors import PeerError, StateError, require
+from colab_swarm.net.node import Node
 from colab_swarm.net.patience import allowance_s
-from colab_swarm.net.peers import (
-    MAX_PAYLOAD_BYTES,
-    Buffer,
-    Message,
-    PeerId,
-    Peers,
-    Refusal,
-    Stream,
-    decoded,
-    short,
-)
+from colab_swarm.net.peers import MAX_PAYLOAD_BYTES, Buffer, Message, PeerId, Refusal, Stream, decoded, short
 from colab_swarm.tensors.statedict import KINDS, TensorBytes, as_bytes, as_tensors, flatten, unflatten
 
 logger = logging.getLogger(__name__)
@@ -246,9 +237,9 @@ async def receive_chunk(
     return payload
 
 
-def silence_s(peers: Peers, donors: Iterable[PeerId]) -> float:
+def silence_s(peers: Node, donors: Iterable[PeerId]) -> float:
     """Return how long to wait for these donors while others wait: `SILENCE_S`, and more over slow lines."""
-    return SILENCE_S + max((allowance_s(peers, donor) for donor in donors), default=0.0)
+    return SILENCE_S + max((allowance_s(peers.statistics(donor).rtt_s) for donor in donors), default=0.0)
 
 
 class ChunkDownload:
@@ -259,7 +250,7 @@ class ChunkDownload:
     """
 
     def __init__(
-        self, peers: Peers, manifest: Manifest, request: Callable[[tuple[bytes, ...]], FetchChunks]
+        self, peers: Node, manifest: Manifest, request: Callable[[tuple[bytes, ...]], FetchChunks]
     ) -> None:
         self._peers = peers
         self._manifest = manifest

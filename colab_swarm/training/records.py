@@ -156,7 +156,7 @@ def assistants_key(prefix: str) -> str:
 async def read_participants(
     dht: DHT, prefix: str
 ) -> tuple[dict[PeerId, ProgressRecord], dict[PeerId, AssistantRecord], dict[PeerId, Found]]:
-    """Return the records of trainers and of assistants, and the role and voucher of each.
+    """Return the records of trainers and of assistants, and the role of each.
 
     The record of a peer that may only reduce counts as a trainer's while no worker trains.
     """

@@ -18,7 +18,7 @@ from colab_swarm.averaging.router import PrefixRouter
 from colab_swarm.dht.service import RunServices
 from colab_swarm.errors import SampleCountError, WeightError, require
 from colab_swarm.net.carrier import REMEMBERED_RATES
-from colab_swarm.net.peers import Peers
+from colab_swarm.net.node import Node
 from colab_swarm.tensors.codecs import Floats, Precision, mean_codec_for
 from colab_swarm.tensors.sparse import Sparse
 from colab_swarm.tensors.vector import HostVector, Vector
@@ -46,7 +46,7 @@ class LinkBandwidth:
     Rounds are often shorter than the second over which links measure. The best of the last ones counts.
     """
 
-    def __init__(self, peers: Peers) -> None:
+    def __init__(self, peers: Node) -> None:
         self._peers = peers
         self._uploads_bps = deque[float](maxlen=REMEMBERED_RATES)
         self._downloads_bps = deque[float](maxlen=REMEMBERED_RATES)

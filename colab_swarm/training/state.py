@@ -20,7 +20,8 @@ import msgspec
 from colab_swarm.averaging.router import PrefixRouter
 from colab_swarm.errors import PeerError, PeerLost, PeerTimeout, PeerUnreachable, StateError, require
 from colab_swarm.files import StepFiles
-from colab_swarm.net.peers import Message, PeerId, Peers, Refusal, Role, Stream, decoded, remember, short
+from colab_swarm.net.node import Node
+from colab_swarm.net.peers import Message, PeerId, Refusal, Role, Stream, decoded, remember, short
 from colab_swarm.tensors.chunks import (
     CHUNK_TIMEOUT_S,
     MAX_STATE_BYTES,
@@ -170,7 +171,7 @@ class StateSharing:
 
 
 async def download_state(
-    peers: Peers,
+    peers: Node,
     prefix: str,
     donors: Sequence[PeerId],
     limit_bytes: int = MAX_STATE_BYTES,
@@ -201,7 +202,7 @@ async def download_state(
     return Snapshot(manifest, download.blob, tuple(sorted(download.used)))
 
 
-async def kinds_at(peers: Peers, prefix: str, donors: Sequence[PeerId]) -> dict[str, Kind]:
+async def kinds_at(peers: Node, prefix: str, donors: Sequence[PeerId]) -> dict[str, Kind]:
     """Return the types and shapes of the donors' parameters and buffers, by name; none if no donor answers."""
     try:
         manifest, _ = await _agree_on_state(peers, DescribeState(prefix), donors, timeout_s=5.0)
@@ -217,7 +218,7 @@ async def kinds_at(peers: Peers, prefix: str, donors: Sequence[PeerId]) -> dict[
 
 
 async def _agree_on_state(
-    peers: Peers,
+    peers: Node,
     ask: DescribeState,
     donors: Sequence[PeerId],
     *,

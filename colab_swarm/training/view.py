@@ -18,8 +18,9 @@ import msgspec
 
 from colab_swarm.averaging.forming import branch_of
 from colab_swarm.dht.service import DHT, Found
+from colab_swarm.net.node import Node
 from colab_swarm.net.patience import LeftOut
-from colab_swarm.net.peers import Contact, PeerId, Peers, Role
+from colab_swarm.net.peers import Contact, PeerId, Role
 from colab_swarm.runtime import loop_now
 from colab_swarm.training.pace import SwarmPace
 from colab_swarm.training.records import (
@@ -59,7 +60,7 @@ class SwarmView:
         own: this peer's record; the trainer replaces it.
         others: those of the other trainers that count.
         assistants: believed alive.
-        found: roles and vouchers of all that have a record.
+        found: roles of all that have a record.
         news: wakes who waits for another view.
         urgent: the others should hear of ``own`` at once.
         averaged: this peer has taken a step with another one.
@@ -87,7 +88,7 @@ class SwarmView:
 
     # What happens.
 
-    async def refresh(self, dht: DHT, peers: Peers) -> None:
+    async def refresh(self, dht: DHT, peers: Node) -> None:
         """Read all records; raises `PeerError` if they cannot be read now."""
         records, assistants, self.found = await read_participants(dht, self.prefix)
         self.on_records(records, now=loop_now())
@@ -117,7 +118,7 @@ class SwarmView:
                 alive[peer] = record
         self.assistants = dict(list(alive.items())[:_MOST_ASSISTANTS])
 
-    def leave_out_unreachable(self, peers: Peers) -> None:
+    def leave_out_unreachable(self, peers: Node) -> None:
         """Where nobody can be dialled, and no assistant is there, those count to whom a link is up."""
         addresses = [peers.contact.addresses, *(record.addresses for record in self.others.values())]
         self.unreachable = 0

@@ -86,8 +86,8 @@ Promised while most votes are honest. In each of the named tests the attack is m
 | idle visitors of a page | the fullest network loses its oldest idle one | `notebook/test_page` |
 | calls of experts that are never sent | only received bytes count; by voucher | `moe/test_server`, `test_batching` |
 | false claims of experts | no claim is older than its first sight | `moe/test_host` |
-| streams that nobody reads | 16 MiB of a peer, 256 in all; by voucher | `net/test_hostile` |
-| records without end | one for each owner and key; bytes by owner and voucher | `dht/test_storage` |
+| streams that nobody reads | 16 MiB of a peer, 256 in all | `net/test_hostile` |
+| records without end | one for each owner and key; bytes by owner | `dht/test_storage` |
 | mutated messages, huge manifests | refused; nothing grows | `attacks/test_messages` |
 
 Not promised:

@@ -27,17 +27,7 @@ from colab_swarm.net.identity import Identity, id_of
 from colab_swarm.net.membership import SLACK_S, Membership, MembershipAdmission, in_words
 from colab_swarm.net.node import Node
 from colab_swarm.net.patience import LeftOut
-from colab_swarm.net.peers import (
-    MAX_RUN_ID_BYTES,
-    Ack,
-    Contact,
-    PeerId,
-    Peers,
-    Refusal,
-    Role,
-    end_tasks,
-    short,
-)
+from colab_swarm.net.peers import MAX_RUN_ID_BYTES, Ack, Contact, PeerId, Refusal, Role, end_tasks, short
 from colab_swarm.runtime import loop_now
 from colab_swarm.trust.authority import (
     Allowlist,
@@ -83,7 +73,7 @@ class RunMember:
 
     def __init__(
         self,
-        peers: Peers,
+        peers: Node,
         dht: DHT,
         admission: MembershipAdmission,
         events: EventLog,
@@ -223,7 +213,7 @@ class RevocationWatch:
 
     def __init__(
         self,
-        peers: Peers,
+        peers: Node,
         dht: DHT,
         admission: MembershipAdmission,
         events: EventLog,
@@ -326,12 +316,11 @@ class Trust:
         self._node = node
         self._events = events
         self._rng = rng
-        linker = node.linker
         self._tasks: list[asyncio.Task[None]] = []
         admission = access.admission
-        clock = linker.clock
-        readmit = linker.readmit
-        self.contributions = Contributions(node, dht, access.run_id, linker.metering.relayed_bytes)
+        clock = node.clock
+        readmit = node.readmit
+        self.contributions = Contributions(node, dht, access.run_id, node.metering.relayed_bytes)
         self._work = [(self.contributions.tick, PUBLISH_S, "counting contributions")]
         self.authority: Authority | None = None
         self._mailbox = access.mailbox
@@ -339,13 +328,13 @@ class Trust:
         self._watch: RevocationWatch | None = None
         if admission is not None:
             self._member = RunMember(node, dht, admission, events, access, readmit, lambda: clock.behind_s)
-            self._watch = RevocationWatch(node, dht, admission, events, rng, linker.recheck, linker.spawn)
+            self._watch = RevocationWatch(node, dht, admission, events, rng, node.recheck, node.spawn)
             self._work += [
                 (self._member.tick, TICK_S, "renewing the membership"),
                 (self._watch.poll, PERIOD_S, "looking for revocations"),
             ]
             if access.book is not None:
-                self.authority = Authority(node, admission, access.book, access.allow, linker.readmit)
+                self.authority = Authority(node, admission, access.book, access.allow, node.readmit)
 
     async def join(self) -> None:
         if self._member is not None:
@@ -355,7 +344,7 @@ class Trust:
         self._tasks = []
         for work, period_s, where in self._work:
             repeated = repeat(work, period_s, self._events, where, self._rng)
-            self._tasks.append(self._node.linker.spawn(repeated))
+            self._tasks.append(self._node.spawn(repeated))
 
     async def stop(self) -> None:
         """End the background work, and publish the last contributions; while the DHT still runs."""
@@ -489,7 +478,7 @@ class RunAccess:
 
     def invite(
         self,
-        peers: Peers,
+        peers: Node,
         authority: Authority | None,
         *,
         role: str | None = None,
@@ -529,7 +518,7 @@ class RunAccess:
         made = Invite.issue(grant, secret, entries, access=self.access, authority=peers.public_key)
         return self._with_mailbox(made, peers)
 
-    def _with_mailbox(self, made: Invite, peers: Peers) -> Invite:
+    def _with_mailbox(self, made: Invite, peers: Node) -> Invite:
         """Add the address that the creator of the run signed: this peer, or the one whose invitation it has."""
         if not self.mailbox:
             return made
@@ -539,7 +528,7 @@ class RunAccess:
         signed = SignedMailbox(self.run_id, self.mailbox).signed(peers.sign)
         return made.with_mailbox(self.mailbox, peers.public_key, signed.signature)
 
-    def _ways_in(self, peers: Peers) -> tuple[Contact, ...]:
+    def _ways_in(self, peers: Node) -> tuple[Contact, ...]:
         contacts: list[Contact] = []
         if self.admission is not None:
             contacts.append(peers.contact_of(id_of(self.admission.authority)))

@@ -27,7 +27,8 @@ from colab_swarm.net.membership import (
     in_words,
     whoami,
 )
-from colab_swarm.net.peers import Message, PeerId, Peers, Refusal, Role, short
+from colab_swarm.net.node import Node
+from colab_swarm.net.peers import Message, PeerId, Refusal, Role, short
 
 logger = logging.getLogger(__name__)
 MEMBER_S = 7 * 24 * 3600.0
@@ -133,7 +134,7 @@ class Authority:
 
     def __init__(
         self,
-        peers: Peers,
+        peers: Node,
         admission: MembershipAdmission,
         book: AuthorityBook,
         allow: Allowlist | None,

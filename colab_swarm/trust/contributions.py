@@ -26,7 +26,8 @@ from colab_swarm.errors import PeerError, require
 from colab_swarm.markup import count, facts, plain, size
 from colab_swarm.net.identity import id_of
 from colab_swarm.net.membership import Key
-from colab_swarm.net.peers import UNDECODABLE, Message, PeerId, Peers, short
+from colab_swarm.net.node import Node
+from colab_swarm.net.peers import UNDECODABLE, Message, PeerId, short
 
 logger = logging.getLogger(__name__)
 Kind: TypeAlias = Literal["samples", "reduced_bytes", "relayed_bytes", "units", "expert_calls"]
@@ -164,7 +165,7 @@ class Contributions:
     """Publishes this peer's ledger in the DHT and reads all others'."""
 
     def __init__(
-        self, peers: Peers, dht: DHT, run_id: str, relayed_bytes: Callable[[], Mapping[PeerId, int]] = dict
+        self, peers: Node, dht: DHT, run_id: str, relayed_bytes: Callable[[], Mapping[PeerId, int]] = dict
     ) -> None:
         self._peers = peers
         self._dht = dht

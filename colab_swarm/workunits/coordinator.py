@@ -25,7 +25,8 @@ from colab_swarm.events import EventLog
 from colab_swarm.invite import Access, Invite
 from colab_swarm.net.addresses import host_of, is_local, reachable_addresses
 from colab_swarm.net.identity import Identity
-from colab_swarm.net.peers import Peers, Role
+from colab_swarm.net.node import Node
+from colab_swarm.net.peers import Role
 from colab_swarm.net.tunnels import Tunnel, TunnelSettings, settings_of
 from colab_swarm.notebook.invitation import Invitation
 from colab_swarm.notebook.panel import Panel
@@ -349,7 +350,7 @@ def _counts(units: list[UnitState]) -> dict[str, int]:
     return {mark: counts[mark] for mark in ("waiting", "training", "queued", "assimilated")}
 
 
-def issue(access: RunAccess, identity: Identity | Peers, *, hours: float) -> Invite:
+def issue(access: RunAccess, identity: Identity | Node, *, hours: float) -> Invite:
     """Issue an invitation as the run's authority, valid for ``hours``. With an allowlist it admits nobody by itself."""
     end = time.time() + 3600 * hours
     if access.admission is None:

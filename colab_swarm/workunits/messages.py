@@ -32,7 +32,8 @@ from colab_swarm.net.membership import (
     Signed,
     voucher_of,
 )
-from colab_swarm.net.peers import UNDECODABLE, Message, PeerId, Peers, Role
+from colab_swarm.net.node import Node
+from colab_swarm.net.peers import UNDECODABLE, Message, PeerId, Role
 from colab_swarm.project import update
 
 NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
@@ -208,7 +209,7 @@ class SignedRequest(Signed, frozen=True):
 class Token:
     """Sign the requests of a peer with its key. ``membership`` returns its newest, empty in an open run."""
 
-    def __init__(self, identity: Identity | Peers, membership: Callable[[], bytes] = bytes) -> None:
+    def __init__(self, identity: Identity | Node, membership: Callable[[], bytes] = bytes) -> None:
         self.identity = identity
         self.membership = membership
 

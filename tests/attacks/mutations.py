@@ -186,11 +186,11 @@ async def send_messages(
 
 async def link_of(swarm: Swarm, other: Swarm) -> Link:
     """A fresh link of ``swarm`` to the other peer."""
-    linker = swarm.services.peers.linker  # type: ignore[attr-defined]
-    for link in linker.table.of(other.id):
+    node = swarm.services.peers  # type: ignore[attr-defined]
+    for link in node.table.of(other.id):
         link.abort("again")
     for _ in range(3):
         with contextlib.suppress(PeerError):
-            found: Link = await linker.link_to(other.id, 20.0)
+            found: Link = await node.link_to(other.id, 20.0)
             return found
     raise AssertionError("no link to the attacked peer")

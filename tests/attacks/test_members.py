@@ -324,7 +324,7 @@ async def test_an_invitation_that_has_ended_admits_nobody_with_a_back_dated_memb
             mallory = await Node.start(own, settings, admission=admission, wall_clock=clock)
             mallory.learn(target.node.contact)
             try:
-                await mallory.linker.link_to(target.node.id, 5.0)
+                await mallory.link_to(target.node.id, 5.0)
                 if target is authority:
                     renew = RequestMembership(admission.membership)
                     await mallory.call(target.node.id, renew, IssuedMembership, timeout_s=5)

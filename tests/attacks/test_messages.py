@@ -49,9 +49,9 @@ class Full:
             str(self.alice.invite()), peer_name="mallory", options=cs.NetworkOptions(lan=False)
         )
         stack.callback(end, self.mallory)
-        self.linker: Any = self.alice.services.peers.linker  # type: ignore[attr-defined]
+        self.node: Any = self.alice.services.peers  # type: ignore[attr-defined]
         calls, streams = (
-            [decoder.type for decoder, _, _ in table._by_name.values()] for table in self.linker.services
+            [decoder.type for decoder, _, _ in table._by_name.values()] for table in self.services
         )
         self.calls: list[Any] = calls
         self.streams: list[Any] = streams
@@ -76,7 +76,7 @@ class Full:
 
     def counted(self) -> Counter[str]:
         """What messages could pile up in: handlers, streams, rounds, and the tables of each service."""
-        links = [*self.linker.table]
+        links = [*self.table]
         rounds = self.optimizer.rounds
         return Counter(
             handlers=sum(len(link.tasks) for link in links),
@@ -125,7 +125,7 @@ class Full:
 
     async def settle(self, most: Counter[str]) -> None:
         """Return when nothing more is left than ``most``."""
-        for link in [*self.mallory.services.peers.linker.table]:  # type: ignore[attr-defined]
+        for link in [*self.mallory.services.peers.table]:  # type: ignore[attr-defined]
             link.abort("settled")
         async with asyncio.timeout(60):  # what handlers wait for by themselves
             await until(lambda: self.counted() <= most)

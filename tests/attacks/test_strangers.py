@@ -16,8 +16,7 @@ from colab_swarm.dht.records import Record, Stored, StoreRecord
 from colab_swarm.dht.service import DHT, DHTSettings, key_id
 from colab_swarm.errors import CallRefused, PeerError
 from colab_swarm.events import EventLog
-from colab_swarm.net.linker import REDIAL_S
-from colab_swarm.net.node import Node
+from colab_swarm.net.node import REDIAL_S, Node
 from colab_swarm.net.peers import Contact, PeerId
 from colab_swarm.net.reachability import DialBack, DialledBack, ReachabilityWatch
 from colab_swarm.notebook.page import ANSWERS_PER_S, StatusPage
@@ -55,7 +54,7 @@ async def test_late_joiners_enter_beside_two_thousand_idle_connections_from_one_
                 await joiner.call(alice.id, Echo(b"in"), Echo, timeout_s=20)
                 joined += 1
             await joiner.close()
-        held = alice.linker.listener._fresh.open
+        held = alice.listener._fresh.open
         assert (
             len(held) <= LOOPBACK.max_handshakes + 100
         )  # which the system queues, and are accepted together
@@ -155,7 +154,7 @@ async def test_dial_backs_of_many_identities_at_one_host_are_bounded() -> None:
 async def test_a_record_that_names_a_victim_has_it_dialled_ever_more_rarely() -> None:
     async with peers("alice") as (alice,), listening("127.0.0.3") as (victim, hits):
         alice.learn(Contact(PeerId(b"m" * 32), (victim,)))
-        time, left_out = asyncio.get_running_loop().time, alice.linker._unanswered
+        time, left_out = asyncio.get_running_loop().time, alice._unanswered
         began = time()
         while hits["connections"] < 5:  # two for each dial: aiohttp tries again
             await until(lambda: not left_out.ends(time()))
@@ -170,13 +169,13 @@ async def test_a_peer_named_at_anothers_address_does_not_keep_that_one_busy() ->
         wrong = PeerId(b"m" * 32)
         alice.learn(Contact(wrong, bob.contact.addresses))
         greeted = Counter[str]()
-        receive = bob.linker.listener._receive
+        receive = bob.listener._receive
 
         def count(request: object) -> object:
             greeted["in all"] += 1
             return receive(request)  # type: ignore[arg-type]
 
-        bob.linker.listener._receive = count  # type: ignore[assignment]
+        bob.listener._receive = count  # type: ignore[assignment]
         for _ in range(30):
             with contextlib.suppress(PeerError):
                 await alice.call(wrong, Echo(), Echo, timeout_s=5)

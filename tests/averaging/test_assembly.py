@@ -10,7 +10,8 @@ from colab_swarm.averaging.assembly import WINDOW_S, Assembly, WaitingPeer
 from colab_swarm.averaging.group import Group, RoundRefused
 from colab_swarm.averaging.router import PrefixRouter
 from colab_swarm.dht.service import DHT, DHTSettings, Found
-from colab_swarm.net.peers import PeerId, Peers, Role
+from colab_swarm.net.node import Node
+from colab_swarm.net.peers import PeerId, Role
 from colab_swarm.sim import LAN, SimNetwork, run_virtual
 
 NAMES = ("alice", "bob", "carol", "dave")
@@ -99,14 +100,14 @@ async def test_peers_with_other_terms_do_not_meet() -> None:
 class Garbage(DHT):
     """It stores nothing, and every read returns this."""
 
-    def __init__(self, peers: Peers, value: Any) -> None:
+    def __init__(self, peers: Node, value: Any) -> None:
         self._peers, self._value = peers, value
 
     async def publish(self, *_: object, **__: object) -> int:
         return 0
 
     async def get(self, key: str) -> dict[PeerId, Found]:
-        return {PeerId(b"x" * 32): Found(self._value, 1e12, Role.WORKER, b"")}
+        return {PeerId(b"x" * 32): Found(self._value, 1e12, Role.WORKER)}
 
 
 anything = st.recursive(

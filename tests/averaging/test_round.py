@@ -348,7 +348,7 @@ async def test_a_second_call_of_a_round_is_refused_before_it_takes_memory() -> N
 async def test_a_contributor_that_cannot_be_dialled_is_dropped_when_its_link_is_lost() -> None:
     alice, bob = pair(dial_out="bob")
     averager, group = Averager(alice, SETTINGS), make_group([alice, bob], [1, 1], 10)
-    await bob.linker.link_to(alice.id, 1.0)
+    await bob.link_to(alice.id, 1.0)
     going = asyncio.create_task(averager.average(group, HostVector(vector(0, 10))))
     await asyncio.sleep(1.0)
     bob.crash()

@@ -207,7 +207,7 @@ async def behind(nginx: Nginx, *clients: NodeSettings, idle: str = "60s") -> Asy
 async def linked(client: Node, alice: Node) -> Link:
     """Call alice; return the one link that it went over."""
     assert await client.call(alice.id, Echo(b"hello"), Echo, timeout_s=LIMIT_S) == Echo(b"hello")
-    (link,) = client.linker.table.of(alice.id)
+    (link,) = client.table.of(alice.id)
     assert client.way_to(alice.id) == alice.way_to(client.id) == "tunnel"
     return link
 

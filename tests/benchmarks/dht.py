@@ -24,7 +24,8 @@ from colab_swarm.experiments.report import Report, reports
 from colab_swarm.moe.directory import Directory, DirectorySettings
 from colab_swarm.moe.grid import Grid
 from colab_swarm.net.identity import Identity
-from colab_swarm.net.peers import Contact, M, Message, PeerId, Peers, R, Refusal, Role
+from colab_swarm.net.node import Node
+from colab_swarm.net.peers import Contact, M, Message, PeerId, R, Refusal, Role
 from colab_swarm.runtime import loop_now
 from colab_swarm.sim import PAPER_CLOUD, run_virtual
 from colab_swarm.sim.network import DIAL_ROUND_TRIPS, EPOCH
@@ -60,7 +61,7 @@ class CallNetwork:
 
 
 class CallPeer:
-    """As much of `Peers` as a DHT and an expert directory use."""
+    """As much of a `Node` as a DHT and an expert directory use."""
 
     membership = b""
 
@@ -116,7 +117,7 @@ class CallPeer:
 
 def found_each_other(peers: Sequence[CallPeer], rng: random.Random) -> list[DHT]:
     """Return the peers' DHTs as in a swarm that has run for long: with random contacts in each bucket."""
-    dhts = [DHT(cast(Peers, peer), DHTSettings(), random.Random(i)) for i, peer in enumerate(peers)]
+    dhts = [DHT(cast(Node, peer), DHTSettings(), random.Random(i)) for i, peer in enumerate(peers)]
     by_id = sorted((peer.contact for peer in peers), key=lambda contact: contact.id)
     ids = [int.from_bytes(contact.id, "big") for contact in by_id]
     for dht, own in zip(dhts, peers, strict=True):
@@ -247,7 +248,7 @@ async def find_experts(size: int, searches: int) -> tuple[list[float], list[floa
     known = {peer.id: {contact.id for contact in dht.table} for peer, dht in zip(peers, dhts, strict=True)}
     network.linked = lambda one, other: other.id in known[one.id] or one.id in known[other.id]
     services = [
-        RunServices(cast(Peers, peer), dht, EventLog(), random.Random(peer.name), "bench")
+        RunServices(cast(Node, peer), dht, EventLog(), random.Random(peer.name), "bench")
         for peer, dht in zip(peers, dhts, strict=True)
     ]
     directories = [Directory(one, DirectorySettings(ttl_s=3600.0)) for one in services]

@@ -30,7 +30,7 @@ import colab_swarm as cs
 from colab_swarm.events import RoundFinished
 from colab_swarm.experiments.loss_per_byte import wait_trainers
 from colab_swarm.experiments.report import Report, reports
-from colab_swarm.net.carrier import MAX_SIZE_BYTES, measure
+from colab_swarm.net.speed import MAX_SIZE_BYTES, measure
 from colab_swarm.tensors import device as copies
 from tests.benchmarks.harness import Channel, Crew, call_all, enter
 

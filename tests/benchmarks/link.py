@@ -25,11 +25,13 @@ from typing import Any
 
 from colab_swarm.averaging.group import CHUNK_BYTES
 from colab_swarm.experiments.report import Report, reports
+from colab_swarm.net import relay as relays
 from colab_swarm.net.addresses import is_iroh
+from colab_swarm.net.carrier import NodeSettings
 from colab_swarm.net.identity import Identity
-from colab_swarm.net.node import Node, NodeSettings
+from colab_swarm.net.node import Node
 from colab_swarm.net.peers import Contact, Message, PeerId, Stream
-from colab_swarm.net.relay import Circuits, Relay, RelayQuota
+from colab_swarm.net.relay import Circuits, Relay
 from colab_swarm.net.websocket import SCRATCH_BYTES
 from tests.benchmarks.harness import Channel, Crew, Worker
 
@@ -227,7 +229,8 @@ async def serve_relay(parent: Channel, relay: dict[str, Any] | None) -> None:
     node = await start_node(max_links=4 * IDLE_CIRCUITS, max_handshakes=4 * IDLE_CIRCUITS)
     found = where(node)
     if relay is None:
-        Relay(node, RelayQuota(circuits=2 * IDLE_CIRCUITS, circuits_per_peer=2 * IDLE_CIRCUITS))
+        relays.CIRCUITS_PER_PEER = 2 * IDLE_CIRCUITS
+        Relay(node)
     else:
         node.serve_stream(Sink, take_pieces)
         circuits = _circuits(node, contact(relay))
@@ -274,11 +277,11 @@ async def _idle(report: Report, process: Worker, relay: Contact, circuit: Contac
         for caller in nodes:
             _circuits(caller, relay)
             caller.learn(circuit)
-            await caller.linker.link_to(circuit.id, 10.0)
+            await caller.link_to(circuit.id, 10.0)
         opened = await process.wait_call()
         await asyncio.sleep(seconds)
         later = await process.wait_call()
-        still = sum(bool(caller.linker.table.of(circuit.id)) for caller in nodes)
+        still = sum(bool(caller.table.of(circuit.id)) for caller in nodes)
     idle_percent = 100 * (later["cpu_s"] - opened["cpu_s"]) / seconds
     report.add_rows(
         ("idle_mb", later["memory_mb"] - before["memory_mb"], "MB", f"{still} idle circuits"),

@@ -15,7 +15,8 @@ from colab_swarm.errors import ExpertError, NoExpertsError
 from colab_swarm.moe.calls import BackwardExpert, ExpertCalls, ForwardExpert
 from colab_swarm.moe.directory import Directory
 from colab_swarm.moe.grid import ExpertInfo, Grid, Index
-from colab_swarm.net.peers import Contact, Peers
+from colab_swarm.net.node import Node
+from colab_swarm.net.peers import Contact
 from colab_swarm.runtime import Runner
 from colab_swarm.tensors.codecs import Floats
 
@@ -122,7 +123,7 @@ class LocalCalls(ExpertCalls):
 
     def __init__(self, experts: LocalExperts, timeout_s: float = 5.0) -> None:
         super().__init__(
-            cast(Peers, None), cast(Directory, experts), cast(Runner, LocalRunner()), timeout_s=timeout_s
+            cast(Node, None), cast(Directory, experts), cast(Runner, LocalRunner()), timeout_s=timeout_s
         )
         self.attempt = experts.attempt  # type: ignore[method-assign]
 
@@ -131,7 +132,7 @@ class LocalRunner:
     call = staticmethod(run)
 
 
-def calls_of(peers: Peers, **options: Any) -> ExpertCalls:
+def calls_of(peers: Node, **options: Any) -> ExpertCalls:
     """Return calls of experts whose hosts the test knows, awaited on its own loop."""
     ignores = SimpleNamespace(on_failure=lambda *_: None, on_success=lambda _: None)
     return ExpertCalls(peers, cast(Directory, ignores), cast(Runner, None), **options)

@@ -43,7 +43,7 @@ ALICE, BOB = PeerId(b"a" * 32), PeerId(b"b" * 32)
 
 
 def found(value: Any) -> Found:
-    return Found(value, 1060.0, Role.WORKER, b"")
+    return Found(value, 1060.0, Role.WORKER)
 
 
 def received(record: Any) -> Found:

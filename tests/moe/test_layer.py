@@ -11,7 +11,8 @@ from torch.utils.checkpoint import checkpoint
 from colab_swarm.errors import ExpertError, NoExpertsError
 from colab_swarm.moe.grid import ExpertInfo, Grid
 from colab_swarm.moe.layer import MixtureOfExperts, RemoteExpert, balance_loss, priorities
-from colab_swarm.net.peers import Contact, Peers
+from colab_swarm.net.node import Node
+from colab_swarm.net.peers import Contact
 from tests.moe.local import HOST, LR, Function, LocalCalls, LocalExperts, calls_of, tanh_expert
 
 GRID = Grid("ffn", (2, 3))
@@ -376,7 +377,7 @@ def test_the_loss_is_the_squared_coefficient_of_variation() -> None:
 
 
 def test_shares_follow_the_work_sum_to_one_and_are_forgotten() -> None:
-    calls = calls_of(cast(Peers, None))
+    calls = calls_of(cast(Node, None))
     for _ in range(300):
         calls.on_batch({"a": 3.0, "b": 1.0})
     assert calls.shares() == pytest.approx({"a": 0.75, "b": 0.25})

@@ -13,11 +13,12 @@ import pytest
 from aiohttp import web
 
 from colab_swarm.events import EventLog
+from colab_swarm.net.carrier import NodeSettings
 from colab_swarm.net.handshake import HandshakeReceiver
 from colab_swarm.net.identity import Identity
 from colab_swarm.net.membership import OpenAdmission
-from colab_swarm.net.node import Node, NodeSettings
-from colab_swarm.net.peers import Contact, Message, PeerId, Peers, Role, Stream, StreamEnded
+from colab_swarm.net.node import Node
+from colab_swarm.net.peers import Contact, Message, PeerId, Role, Stream, StreamEnded
 
 DEADLINE_S = 120.0  # only a hang reaches it; no test measures speed by it
 LOOPBACK = NodeSettings(host="127.0.0.1")
@@ -102,7 +103,7 @@ meet_by_iroh = partial(meet, iroh=True)
 without_iroh = pytest.mark.skipif(find_spec("iroh") is None, reason="iroh has no wheel for this platform")
 
 
-def introduce(everyone: Sequence[Peers]) -> None:
+def introduce(everyone: Sequence[Node]) -> None:
     for each in everyone:
         each.serve(Echo, echo)
         for other in everyone:
@@ -144,7 +145,7 @@ async def until(condition: Callable[[], bool]) -> None:
 
 def deafen(node: Node) -> list[web.BaseRequest]:
     """Let a peer accept WebSockets and never answer a handshake; return its visitors."""
-    receive = node.linker.listener._receive
+    receive = node.listener._receive
     visitors: list[web.BaseRequest] = []
 
     def deaf(request: web.BaseRequest) -> HandshakeReceiver:
@@ -153,7 +154,7 @@ def deafen(node: Node) -> list[web.BaseRequest]:
         receiver.on_message = lambda data: None  # type: ignore[method-assign]
         return receiver
 
-    node.linker.listener._receive = deaf
+    node.listener._receive = deaf
     return visitors
 
 

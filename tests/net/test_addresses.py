@@ -149,9 +149,9 @@ async def test_a_caller_outside_is_not_taken_for_the_tunnels_agent(
     remote: str, way: LinkType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with peers("alice") as (alice,):
-        monkeypatch.setattr(alice.linker, "_receiver", lambda expected, path: path)
+        monkeypatch.setattr(alice, "_receiver", lambda expected, path: path)
         request: Any = SimpleNamespace(remote=remote, headers={"X-Forwarded-For": "198.51.100.7"})
-        path: Any = alice.linker._receive_caller(request)
+        path: Any = alice._receive_caller(request)
         assert path.way is way
 
 

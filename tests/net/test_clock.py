@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from colab_swarm.net.linker import SwarmClock
+from colab_swarm.net.clock import SwarmClock
 
 
 def test_two_skewed_peers_meet_in_the_middle_and_a_forgotten_one_no_longer_counts() -> None:

@@ -11,7 +11,8 @@ from colab_swarm import errors
 from colab_swarm.errors import CallRefused, PeerLost, PeerTimeout, PeerUnreachable, ProtocolError
 from colab_swarm.net import peers
 from colab_swarm.net.identity import id_of, verify
-from colab_swarm.net.peers import Contact, Message, PeerId, Peers, Refusal, Role, Stream, StreamEnded
+from colab_swarm.net.node import Node
+from colab_swarm.net.peers import Contact, Message, PeerId, Refusal, Role, Stream, StreamEnded
 from tests.net.swarm import Echo, Piece, Talk, items, meet, meet_by_iroh, push, sink, until, without_iroh
 from tests.sim.talk import simulated
 
@@ -44,7 +45,7 @@ async def answer(peer: PeerId, message: Any) -> Message:
     raise Refusal(texts[message]) if message in texts else RuntimeError("a bug \udc80")
 
 
-async def ask(alice: Peers, bob: Peers, message: Message = Echo()) -> Message:  # noqa: B008
+async def ask(alice: Node, bob: Node, message: Message = Echo()) -> Message:  # noqa: B008
     return await alice.call(bob.id, message, Echo, timeout_s=5)
 
 
@@ -167,7 +168,7 @@ async def test_both_dialling_at_once_loses_nothing_and_leaves_one_link(meet: Mee
         ends = [(alice, bob), (bob, alice)] * 5
         calls = [ask(one, other, Echo(bytes([n // 2]))) for n, (one, other) in enumerate(ends)]
         assert len(await asyncio.gather(*calls)) == 10 and await ask(alice, bob) == Echo()
-        await until(lambda: len(alice.linker.table) == len(bob.linker.table) == 1)
+        await until(lambda: len(alice.table) == len(bob.table) == 1)
         assert await ask(bob, alice) == Echo()
 
 
@@ -314,7 +315,7 @@ async def test_an_undecodable_item_resets_the_stream(meet: Meet) -> None:
             await stream.receive(Piece)
         with pytest.raises(PeerLost):
             await stream.send(Piece(0))
-        await until(lambda: "streams=0" in repr(bob.linker.table.of(alice.id)))
+        await until(lambda: "streams=0" in repr(bob.table.of(alice.id)))
 
 
 async def test_what_a_finished_handler_did_not_read_does_not_block_the_sender(meet: Meet) -> None:
@@ -325,4 +326,4 @@ async def test_what_a_finished_handler_did_not_read_does_not_block_the_sender(me
         bob.serve_stream(Talk, answer_at_once)
         async with await alice.stream(bob.id, Talk(), timeout_s=5) as stream:
             assert await push(stream, 100) == 7
-        await until(lambda: "streams=0" in repr(alice.linker.table.of(bob.id)))
+        await until(lambda: "streams=0" in repr(alice.table.of(bob.id)))

@@ -30,7 +30,7 @@ async def test_damaged_bytes_close_the_link(meddle, reason, caplog) -> None:  # 
     async with peers("alice", "bob") as (alice, bob), proxied(alice, bob) as proxy:
         reasons: list[str] = []
         await alice.call(bob.id, Echo(), Echo, timeout_s=5)
-        (link,) = bob.linker.table.of(alice.id)
+        (link,) = bob.table.of(alice.id)
         bob.on_lost(lambda peer: reasons.append(link.lost or ""))
         proxy.meddle = meddle
         with pytest.raises(PeerLost):
@@ -167,7 +167,7 @@ async def test_keep_alives_hold_a_quiet_link_and_measure_the_round_trip() -> Non
         await alice.call(bob.id, Echo(), Echo, timeout_s=5)
         before = alice.statistics(bob.id)
         await until(lambda: alice.statistics(bob.id).received_bytes > before.received_bytes)
-        assert len(alice.linker.table.of(bob.id)) == 1
+        assert len(alice.table.of(bob.id)) == 1
         assert 0 < (alice.statistics(bob.id).rtt_s or 0) < 1
 
 

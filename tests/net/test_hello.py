@@ -53,7 +53,7 @@ async def test_nothing_more_is_read_once_the_handshake_has_failed() -> None:
         await receiver.link
 
 
-@pytest.mark.parametrize(("run_id", "version"), [("red", VERSION), ("blue", 1)])
+@pytest.mark.parametrize(("run_id", "version"), [("red", VERSION), ("blue", VERSION + 1)])
 def test_another_run_and_an_older_protocol_are_refused_with_ours(
     run_id: str, version: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

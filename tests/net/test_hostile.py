@@ -30,7 +30,7 @@ async def test_a_small_item_does_not_keep_its_big_packet_alive() -> None:
     async with peers("alice", "bob") as (alice, bob):
         bob.serve_stream(Talk, keep)
         stream = await alice.stream(bob.id, Talk(), timeout_s=5)
-        (link,) = alice.linker.table.of(bob.id)
+        (link,) = alice.table.of(bob.id)
         link.mux.queue.append(encode(FrameKind.PONG, 0, bytes(100_000)))
         await stream.send(Piece(1), b"12345678")
         await until(lambda: bool(received))
@@ -40,12 +40,12 @@ async def test_a_small_item_does_not_keep_its_big_packet_alive() -> None:
 async def test_a_peer_that_never_leaves_loses_its_quiet_link() -> None:
     async with peers("alice", "bob", idle_link_s=0.5) as (alice, bob):
         await alice.call(bob.id, Echo(), Echo, timeout_s=5)
-        (near,), (far,) = bob.linker.table.of(alice.id), alice.linker.table.of(bob.id)
+        (near,), (far,) = bob.table.of(alice.id), alice.table.of(bob.id)
         far.leave = lambda: None  # type: ignore[method-assign]
         near.leave()
         await until(lambda: far.mux.peer_leaving)
         checked = asyncio.Event()
-        bob.linker.recheck = checked.set  # type: ignore[method-assign]
+        bob.recheck = checked.set  # type: ignore[method-assign]
         await checked.wait()
         assert near.lost is None
         near.used_at -= LEAVE_TIMEOUT_S
@@ -60,7 +60,7 @@ async def test_links_that_never_leave_are_bounded() -> None:
             caller.learn(alice.contact)
             try:
                 await caller.call(alice.id, Echo(), Echo, timeout_s=5)
-                (link,) = caller.linker.table.of(alice.id)
+                (link,) = caller.table.of(alice.id)
                 link.leave = lambda: None  # type: ignore[method-assign]
                 outcomes.append("linked")
             except PeerError as error:
@@ -123,7 +123,7 @@ async def test_handlers_of_streams_given_up_do_not_pile_up(monkeypatch: pytest.M
             (await alice.stream(bob.id, Talk(), timeout_s=5)).reset()
         with pytest.raises(CallRefused, match="handlers still run"):
             await alice.call(bob.id, Echo(), Echo, timeout_s=5)
-        (link,) = bob.linker.table.of(alice.id)
+        (link,) = bob.table.of(alice.id)
         assert len(link.tasks) == 3
         release.set()
         await until(lambda: not link.tasks)

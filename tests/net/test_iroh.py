@@ -46,7 +46,7 @@ async def test_without_iroh_a_peer_is_reached_at_its_other_addresses(monkeypatch
         alice.learn(Contact(bob.id, (f"iroh://{ID}@127.0.0.1:9",)))
         assert await alice.call(bob.id, Echo(b"ws"), Echo, timeout_s=5) == Echo(b"ws")
         with pytest.raises(PeerUnreachable, match="pip install iroh"):
-            await alice.linker.iroh.start()
+            await alice.iroh.start()
     with pytest.raises(PeerUnreachable, match="pip install iroh"):
         await start("carol", BY_IROH)
 
@@ -54,8 +54,8 @@ async def test_without_iroh_a_peer_is_reached_at_its_other_addresses(monkeypatch
 async def test_a_public_relay_is_used_only_after_a_yes() -> None:
     async with peers("alice") as (alice,):
         with pytest.raises(PeerUnreachable, match="public iroh relay, which only iroh='public' allows"):
-            await alice.linker.dial_direct(alice.id, f"iroh://{ID}@use1-1.relay.n0.iroh.link")
-        assert alice.linker.iroh._endpoint is None  # nothing was sent
+            await alice.dial_direct(alice.id, f"iroh://{ID}@use1-1.relay.n0.iroh.link")
+        assert alice.iroh._endpoint is None  # nothing was sent
 
 
 async def test_a_peer_that_may_use_no_relay_dials_none_and_meets_others_at_their_ip_addresses() -> None:
@@ -65,8 +65,8 @@ async def test_a_peer_that_may_use_no_relay_dials_none_and_meets_others_at_their
             with pytest.raises(
                 PeerUnreachable, match=f"{relay} is an iroh relay, which this peer may not use"
             ):
-                await alice.linker.dial_direct(bob.id, f"iroh://{ID}@{relay}")
-        assert alice.linker.iroh._endpoint is None  # nothing was sent
+                await alice.dial_direct(bob.id, f"iroh://{ID}@{relay}")
+        assert alice.iroh._endpoint is None  # nothing was sent
         alice.learn(bob.contact)
         assert await alice.call(bob.id, Echo(b"direct"), Echo, timeout_s=10) == Echo(b"direct")
 
@@ -75,14 +75,14 @@ async def test_an_own_relay_that_is_dead_leaves_the_direct_addresses(monkeypatch
     monkeypatch.setattr(carrier, "ONLINE_S", 0.2)
     dead = replace(BY_IROH, iroh="https://127.0.0.1:9")
     async with peers("alice", "bob", settings=dead) as (alice, bob), peers("carol") as (carol,):
-        assert [event.text for event in bob.linker.iroh._events.recent(Notice)] == [carrier.NO_RELAY]
-        assert bob.linker.iroh.relayed  # nobody has come yet, and it was told to use one
+        assert [event.text for event in bob.iroh._events.recent(Notice)] == [carrier.NO_RELAY]
+        assert bob.iroh.relayed  # nobody has come yet, and it was told to use one
         assert await alice.call(bob.id, Echo(b"x"), Echo, timeout_s=5) == Echo(b"x")
         assert alice.way_to(bob.id) == bob.way_to(alice.id) == "iroh"
-        assert not bob.linker.iroh.relayed
+        assert not bob.iroh.relayed
         name = bob.contact.addresses[0].partition("@")[0]
         with pytest.raises(PeerUnreachable):
-            await carol.linker.probe(bob.id, f"{name}@localhost:9", timeout_s=0.5)
+            await carol.probe(bob.id, f"{name}@localhost:9", timeout_s=0.5)
 
 
 async def test_silent_connections_take_no_room_from_a_peer() -> None:
@@ -91,12 +91,12 @@ async def test_silent_connections_take_no_room_from_a_peer() -> None:
         alice.learn(bob.contact)
         (address,) = bob.contact.addresses
         deaf: Any = SimpleNamespace(on_lost=lambda reason: None)
-        held = [await alice.linker.iroh.connect(address, deaf) for _ in range(2)]
+        held = [await alice.iroh.connect(address, deaf) for _ in range(2)]
         for websocket in held:
             websocket.send_bytes(b"?")  # no handshake; a stream that is silent is not seen at all
-        await until(lambda: bob.linker.iroh._fresh.total() == 2)
+        await until(lambda: bob.iroh._fresh.total() == 2)
         third = asyncio.create_task(alice.call(bob.id, Echo(b"in"), Echo, timeout_s=20))
-        await until(lambda: bob.linker.iroh._fresh.total() < 2)
+        await until(lambda: bob.iroh._fresh.total() < 2)
         assert await third == Echo(b"in")
         for websocket in held:
             websocket.abort()
@@ -107,7 +107,7 @@ async def test_public_relays_carry_their_quota_and_no_more(monkeypatch: pytest.M
     monkeypatch.setattr(carrier, "QUOTA_BYTES", 1000.0)
     events = EventLog()
     async with peers("alice", settings=replace(LOOPBACK, iroh="direct")) as (alice,):
-        endpoint = alice.linker.iroh
+        endpoint = alice.iroh
         endpoint._public, endpoint._events = True, events
         relayed, direct = Stub(850), Stub(0)
         endpoint._carried = {relayed: 0, direct: 0}  # type: ignore[dict-item]
@@ -118,7 +118,7 @@ async def test_public_relays_carry_their_quota_and_no_more(monkeypatch: pytest.M
         await until(lambda: relayed.aborted)
         assert not direct.aborted
         with pytest.raises(PeerUnreachable, match="used up"):
-            await alice.linker.dial_direct(alice.id, f"iroh://{ID}@use1-1.relay.n0.iroh.link")
+            await alice.dial_direct(alice.id, f"iroh://{ID}@use1-1.relay.n0.iroh.link")
         counting.cancel()
 
 

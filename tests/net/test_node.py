@@ -8,7 +8,7 @@ import pytest
 
 from colab_swarm.errors import CallRefused, PeerLost, PeerUnreachable, WrongPeer
 from colab_swarm.events import EventLog, Fault, PeerJoined, PeerLeft
-from colab_swarm.net import handshake, linker
+from colab_swarm.net import handshake, node
 from colab_swarm.net.carrier import LinkType, Path
 from colab_swarm.net.handshake import VERSION, Introduction
 from colab_swarm.net.link import LinkTable
@@ -40,8 +40,8 @@ async def test_a_peer_that_speaks_another_version_is_told_both(
                     patch.setattr(handshake, "VERSION", version)
                 super().__init__(*args, expected=expected, **options)
 
-    monkeypatch.setattr(linker, "Introduction", Other)
-    monkeypatch.setattr(linker, "describe_run", lambda run_id: f"run '{run_id}', protocol {version}")
+    monkeypatch.setattr(node, "Introduction", Other)
+    monkeypatch.setattr(node, "describe_run", lambda run_id: f"run '{run_id}', protocol {version}")
     text = (
         rf"this peer belongs to run 'red', protocol {VERSION} \(we belong to run 'red', protocol {version}\)"
     )
@@ -62,7 +62,7 @@ async def test_a_renewed_membership_gives_its_role_to_open_links() -> None:
         alice.learn(bob.contact)
         with pytest.raises(CallRefused, match="needs the role worker; yours is viewer"):
             await alice.call(bob.id, Echo(), Echo, timeout_s=5)
-        assert bob.linker.readmit(alice.id, b"renewed") is Role.WORKER
+        assert bob.readmit(alice.id, b"renewed") is Role.WORKER
         assert await alice.call(bob.id, Echo(b"in"), Echo, timeout_s=5) == Echo(b"in")
     await bob.close()
 
@@ -183,7 +183,7 @@ async def test_the_longest_unused_link_makes_room_for_a_new_one() -> None:
             node.learn(bob.contact)
             await node.call(bob.id, Echo(), Echo, timeout_s=5)
         await until(lambda: bob.linked() == {carol.id, dave.id})
-        assert not any(link.leaving for link in bob.linker.table)
+        assert not any(link.leaving for link in bob.table)
         await until(lambda: not alice.linked())
 
 
@@ -199,15 +199,15 @@ async def test_a_busy_peer_refuses_more_links() -> None:
         carol.learn(bob.contact)
         await alice.call(bob.id, Echo(), Echo, timeout_s=5)
         call = asyncio.create_task(alice.call(bob.id, Talk(), Talk, timeout_s=5))
-        await until(lambda: "serving=1" in repr(bob.linker.table.of(alice.id)))
-        assert "accepted" in repr(bob.linker.table.of(alice.id))
+        await until(lambda: "serving=1" in repr(bob.table.of(alice.id)))
+        assert "accepted" in repr(bob.table.of(alice.id))
         with pytest.raises(PeerUnreachable, match="all busy"):
             await carol.call(bob.id, Echo(), Echo, timeout_s=5)
         with pytest.raises(CallRefused, match=r"1 calls to .* are pending already"):
             await alice.call(bob.id, Echo(), Echo, timeout_s=5)
         bob.learn(carol.contact)
         await bob.call(carol.id, Echo(), Echo, timeout_s=5)
-        assert not any(link.leaving for link in bob.linker.table)  # neither the busy nor the new one
+        assert not any(link.leaving for link in bob.table)  # neither the busy nor the new one
         call.cancel()
 
 
@@ -233,7 +233,7 @@ async def test_a_peer_whose_dial_failed_unforeseen_can_be_dialled_again(fault: B
         alice.learn(Contact(bob.id, (f"ws://127.0.0.1:9{CIRCUIT}{'ab' * 32}",)))
         with pytest.raises(PeerUnreachable, match="uses no relays"):
             await alice.call(bob.id, Echo(), Echo, timeout_s=1)
-        alice.linker.open_circuit = fail
+        alice.open_circuit = fail
         with pytest.raises((PeerUnreachable, PeerLost), match=r"(failed.*a bug|was cancelled)$"):
             await alice.call(bob.id, Echo(), Echo, timeout_s=5)
         alice.learn(bob.contact)

@@ -45,7 +45,7 @@ async def test_a_peer_that_is_dialled_back_on_its_own_machine_is_in_the_lan() ->
         await watch.start()
         current = watch.current
         assert current.level is ReachabilityLevel.LAN and alice.contact.addresses == current.addresses
-        assert bob.linked() == {alice.id} and len(bob.linker.table) == 1  # the dial-back left no link
+        assert bob.linked() == {alice.id} and len(bob.table) == 1  # the dial-back left no link
 
 
 def test_iroh_is_announced_first_where_no_port_leads_to_this_peer() -> None:

@@ -13,8 +13,9 @@ from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
 from colab_swarm.errors import CallRefused, PeerError, PeerLost
 from colab_swarm.net import relay as module
+from colab_swarm.net.carrier import NodeSettings
 from colab_swarm.net.handshake import TICKET, VERSION
-from colab_swarm.net.node import Node, NodeSettings
+from colab_swarm.net.node import Node
 from colab_swarm.net.noise import Handshake
 from colab_swarm.net.peers import Ack, Contact, PeerId, Refusal, short
 from colab_swarm.net.relay import Circuits, Relay, RelayQuota, RelayState, _Pump, choose
@@ -29,8 +30,10 @@ def state(**quota: float) -> RelayState:
     return made
 
 
-def test_places_and_circuits_are_counted() -> None:
-    one = state(places=1, circuits=2, circuits_per_peer=1)
+def test_places_and_circuits_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, most in (("PLACES", 1), ("CIRCUITS", 2), ("CIRCUITS_PER_PEER", 1)):
+        monkeypatch.setattr(module, name, most)
+    one = state()
     with pytest.raises(Refusal, match="all 1 places"):
         one.reserve(CAROL, 1.0)
     one.reserve(BOB, 1.0)
@@ -41,7 +44,8 @@ def test_places_and_circuits_are_counted() -> None:
     one.open(BOB, PeerId(b"d" * 32), 16.0, os.urandom)  # these two have none
     with pytest.raises(Refusal, match="2 circuits are open here"):
         one.open(PeerId(b"e" * 32), PeerId(b"f" * 32), 16.0, os.urandom)
-    wide = state(circuits_per_peer=32)
+    monkeypatch.undo()
+    wide = state()
     with pytest.raises(Refusal, match="between the two"):
         for _ in range(32):
             wide.open(ALICE, BOB, 0.0, os.urandom)
@@ -56,25 +60,15 @@ def test_a_ticket_is_good_once() -> None:
     assert one.find(b"guessed") is None and one.find(mine) == (circuit, 0)
 
 
-def test_a_circuit_ends_when_its_quota_is_used_up() -> None:
-    one = state(circuit_bytes=1000, circuit_s=60, circuit_bps=8e6)
-    circuit = one.open(ALICE, BOB, 100.0, os.urandom)
-    assert one.carry(circuit, 1000, 100.0) == (0.0, None)
-    assert one.carry(circuit, 1, 100.0)[1] == "the relay carries 0.001 MB per circuit"
-    circuit.pumps = {0: None, 1: None}  # type: ignore[dict-item]
-    assert one.overdue(160.0) == {}
-    assert one.overdue(160.1) == {circuit: "the relay keeps a circuit for 60 s"}
-
-
 def test_bandwidth_and_total_are_bounded() -> None:
-    one = state(circuit_bps=8e6, total_bytes=2_100_000)
+    one = state(total_bps=8e6, total_bytes=2_100_001)
     circuit = one.open(ALICE, BOB, 0.0, os.urandom)
     delay_s, fault = one.carry(circuit, 1_100_000, 0.0)
     assert delay_s == pytest.approx(1.0) and fault is None
     assert one.carry(circuit, 1_000_000, 9.0)[1] is None
+    assert "has carried its" in str(one.carry(circuit, 1, 9.0)[1])
     with pytest.raises(Refusal, match="has carried its"):
         one.open(ALICE, BOB, 9.0, os.urandom)
-    assert "has carried its" in str(one.carry(circuit, 1, 9.0)[1])
 
 
 def test_a_circuit_whose_far_end_does_not_connect_is_dropped() -> None:
@@ -101,7 +95,9 @@ async def relayed(
     async with peers("alice", "bob", listen=False) as (alice, bob):
         Circuits(alice, candidates(*relays), lambda: None, random.Random(1))
         rng = random.Random(2)
-        far = Circuits(bob, candidates(*relays), lambda: bob.announce(sum(far.places.values(), ())), rng)
+        far = Circuits(
+            bob, candidates(*relays), lambda: setattr(bob, "addresses", sum(far.places.values(), ())), rng
+        )
         far.start()
         await until(lambda: len(far.places) == len(relays))
         alice.learn(Contact(bob.id, bob.contact.addresses))
@@ -197,10 +193,10 @@ async def test_when_a_relay_dies_calls_go_through_another() -> None:
 
 
 async def test_a_circuit_over_its_quota_and_a_peer_without_a_place_fail_with_the_reason() -> None:
-    quota = RelayQuota(circuit_bytes=300_000)
+    quota = RelayQuota(total_bytes=300_000)
     async with peers("carol") as (carol,), relayed(carol, quota=quota) as (alice, bob, (relay,)):
         assert await alice.call(bob.id, Echo(bytes(100_000)), Echo, timeout_s=5)
-        with pytest.raises(PeerLost, match=r"the relay carries 0\.3 MB per circuit"):
+        with pytest.raises(PeerLost, match=r"the relay has carried its 0\.0003 GB"):
             await alice.call(bob.id, Echo(bytes(200_000)), Echo, timeout_s=5)
         relay.state.places.clear()
         with pytest.raises(PeerError, match="holds no place"):
@@ -234,7 +230,7 @@ class Socket:
 
 async def test_many_messages_of_one_read_wait_for_the_quota_together() -> None:
     async with peers("carol") as (carol,):
-        relay = Relay(carol, RelayQuota(circuit_bps=8e4))
+        relay = Relay(carol, RelayQuota(total_bps=8e4))
         loop = asyncio.get_running_loop()
         circuit = relay.state.open(ALICE, BOB, loop.time(), os.urandom)
         near, far = (_Pump(relay, circuit, Socket()) for _ in range(2))  # type: ignore[arg-type]
@@ -269,7 +265,7 @@ async def test_a_ticket_that_was_guessed_leaves_no_error_behind() -> None:
     async with peers("alice", "carol") as (alice, carol):
         Relay(carol)
         got = Collector()
-        socket = await alice.linker.connect(carol.contact.addresses[0], got)
+        socket = await alice.connect(carol.contact.addresses[0], got)
         socket.send_bytes(TICKET + b"guess")
         await until(lambda: "not valid" in got.lost)
     gc.collect()
@@ -295,7 +291,7 @@ async def test_offers_without_end_are_refused() -> None:
 
 async def test_a_peer_that_is_full_takes_no_links_through_relays(monkeypatch: pytest.MonkeyPatch) -> None:
     async with peers("carol") as (carol,), relayed(carol) as (alice, bob, _):
-        monkeypatch.setattr(bob.linker.table, "full", lambda limit: True)
+        monkeypatch.setattr(bob.table, "full", lambda limit: True)
         with pytest.raises(PeerError):
             await alice.call(bob.id, Echo(), Echo, timeout_s=5)
         assert bob.linked() == {carol.id}
@@ -307,20 +303,20 @@ async def test_a_place_lasts_as_long_as_the_link_which_stays_open_unused() -> No
         relay = Relay(carol)
         async with peers("bob", listen=False, **changes) as (bob,):
             circuits = Circuits(bob, candidates(carol), lambda: None, random.Random(1))
-            bob.announce((f"{carol.contact.addresses[0]}/relay/{carol.id.hex()}",))
+            bob.addresses = (f"{carol.contact.addresses[0]}/relay/{carol.id.hex()}",)
             circuits.start()
             await until(lambda: bool(circuits.places))
-            (link,) = carol.linker.table.of(bob.id)
+            (link,) = carol.table.of(bob.id)
             await until(lambda: asyncio.get_running_loop().time() - link.used_at > 4 * changes["idle_link_s"])
             assert set(relay.state.places) == {bob.id} == carol.linked() and circuits.places
-        await until(lambda: not relay.state.places and not carol.linker.pinned)
+        await until(lambda: not relay.state.places and not carol.pinned)
 
 
 async def test_a_place_that_the_relay_dropped_is_reserved_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("colab_swarm.net.relay.RETRY_S", 0.01)
     async with peers("carol") as (carol,), relayed(carol) as (_, bob, (relay,)):
         relay.state.places.clear()
-        far = bob.linker.open_circuit.__self__  # type: ignore[union-attr]
+        far = bob.open_circuit.__self__  # type: ignore[union-attr]
         changes: list[None] = []
         far._on_change = lambda: changes.append(None)
         far._look.set()
@@ -336,8 +332,8 @@ async def test_a_place_that_is_not_reserved_again_is_given_up() -> None:
     async with peers("carol") as (carol,):
         relay = Relay(carol)
         relay.state.places = {ALICE: float("-inf"), BOB: asyncio.get_running_loop().time()}
-        carol.linker.pinned |= {ALICE, BOB}
-        await until(lambda: carol.linker.pinned == {BOB} == set(relay.state.places))
+        carol.pinned |= {ALICE, BOB}
+        await until(lambda: carol.pinned == {BOB} == set(relay.state.places))
 
 
 async def test_a_caller_that_gives_up_frees_its_circuit(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -346,7 +342,7 @@ async def test_a_caller_that_gives_up_frees_its_circuit(monkeypatch: pytest.Monk
     monkeypatch.setattr(Circuits, "_accept", never)
     async with peers("carol") as (carol,), relayed(carol) as (alice, bob, (relay,)):
         (address,) = bob.contact.addresses
-        dialling = asyncio.create_task(alice.linker._dial_address(bob.id, address))
+        dialling = asyncio.create_task(alice._dial_address(bob.id, address))
         await until(lambda: any(circuit.pumps for circuit in relay.state.circuits))
         dialling.cancel()
         async with asyncio.timeout(5.0):  # tickets are good for 15 s
@@ -360,7 +356,7 @@ async def test_a_relay_that_drops_peers_with_a_place_is_retried_after_a_pause() 
         async def drop(peer: PeerId, message: module.Reserve) -> Ack:
             places.append(peer)
             loop = asyncio.get_running_loop()
-            loop.call_later(0.002, lambda: [link.abort("") for link in carol.linker.table.of(peer)])
+            loop.call_later(0.002, lambda: [link.abort("") for link in carol.table.of(peer)])
             return Ack()
 
         carol.serve(module.Reserve, drop)

@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from colab_swarm.errors import CallRefused, PeerError, PeerTimeout, ProtocolError
-from colab_swarm.net import carrier
-from colab_swarm.net.carrier import MeasureSpeed, SpeedTests, TransferReport, measure
+from colab_swarm.net import speed
 from colab_swarm.net.peers import UNDECODABLE, Stream
+from colab_swarm.net.speed import MeasureSpeed, SpeedTests, TransferReport, measure
 from colab_swarm.runtime import loop_now
 from colab_swarm.sim import HostProfile, NetworkProfile, SimNetwork, SimPeers
 
@@ -35,7 +35,7 @@ async def test_the_speeds_of_a_known_link_are_measured() -> None:
     assert speed.rtt_s == pytest.approx(0.1, rel=0.1)
 
 
-@pytest.mark.parametrize("size_bytes", [0, carrier.MAX_SIZE_BYTES + 1])
+@pytest.mark.parametrize("size_bytes", [0, speed.MAX_SIZE_BYTES + 1])
 async def test_a_wrong_size_is_refused_at_once(size_bytes: int) -> None:
     with pytest.raises(ValueError, match="size_bytes="):
         await measure(None, None, size_bytes=size_bytes)  # type: ignore[arg-type]
@@ -44,7 +44,7 @@ async def test_a_wrong_size_is_refused_at_once(size_bytes: int) -> None:
 @pytest.mark.virtual_time
 async def test_a_slow_link_ends_the_test_by_time_and_not_by_size() -> None:
     _, alice, bob = pair(NetworkProfile("slower", latency_s=0.05, hosts=(HostProfile(1e6, 1e6),)))
-    await measure(alice, bob.id, size_bytes=carrier.MAX_SIZE_BYTES, timeout_s=30)
+    await measure(alice, bob.id, size_bytes=speed.MAX_SIZE_BYTES, timeout_s=30)
     assert loop_now() < 5
 
 
@@ -55,10 +55,10 @@ async def test_one_peer_is_tested_at_a_time_and_the_same_one_after_a_pause() -> 
     network.introduce()
     both = (measure(each, bob.id, size_bytes=1000) for each in (alice, carol))
     first, second = await asyncio.gather(*both, return_exceptions=True)
-    assert isinstance(first, carrier.Speed) and isinstance(second, CallRefused)
+    assert isinstance(first, speed.Speed) and isinstance(second, CallRefused)
     with pytest.raises(CallRefused, match="wait a moment"):
         await measure(alice, bob.id, size_bytes=1000)
-    await asyncio.sleep(carrier.PAUSE_S)
+    await asyncio.sleep(speed.PAUSE_S)
     await measure(alice, bob.id, size_bytes=1000)
 
 
@@ -98,10 +98,10 @@ async def test_more_bytes_than_agreed_end_the_test() -> None:
 
     async def flood(opening: MeasureSpeed, stream: Stream) -> None:
         for _ in range(2):
-            await stream.receive(carrier.BurstPart)
+            await stream.receive(speed.BurstPart)
         await stream.send(TransferReport(1.0))
         for size in (0, 2000):
-            await stream.send(carrier.BurstPart(), bytes(size))
+            await stream.send(speed.BurstPart(), bytes(size))
 
     carol.serve_stream(MeasureSpeed, flood)
     with pytest.raises(ProtocolError, match="more than was agreed"):
@@ -122,4 +122,4 @@ def test_strange_bytes_are_no_test_and_no_result(body: bytes) -> None:
         if isinstance(made, TransferReport):
             assert made.seconds >= 0
         else:
-            assert 0 < made.size_bytes <= carrier.MAX_SIZE_BYTES
+            assert 0 < made.size_bytes <= speed.MAX_SIZE_BYTES

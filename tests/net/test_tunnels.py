@@ -71,7 +71,7 @@ async def tunnel(settings: TunnelSettings, port: int = 9, **more: object) -> Asy
 
 
 async def call_through(address: str, alice: Node, bob: Node) -> None:
-    bob.announce((address,))
+    bob.addresses = (address,)
     alice.learn(bob.contact)
     assert await alice.call(bob.id, Echo(bytes(200_000)), Echo, timeout_s=10) == Echo(bytes(200_000))
 

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from colab_swarm.net.carrier import Speed
 from colab_swarm.net.reachability import Reachability
 from colab_swarm.net.reachability import ReachabilityLevel as Level
+from colab_swarm.net.speed import Speed
 from colab_swarm.notebook.platforms import COLAB, KAGGLE, PLAIN
 from colab_swarm.project import install
 from colab_swarm.swarm import calibration

@@ -244,7 +244,7 @@ def test_an_iroh_relay_of_a_friend_is_not_dialled_from_colab_without_a_yes(opene
     ):
         swarm = cs.create(name, options=options, accept_terms=consent)  # type: ignore[arg-type]
         assert swarm.network is not None
-        relays[name] = swarm.network.node.linker.iroh._settings.iroh_relays
+        relays[name] = swarm.network.node.iroh._settings.iroh_relays
     assert relays == {"alice": False, "bob": True} and opened == ["iroh"]
 
 

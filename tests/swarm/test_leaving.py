@@ -99,7 +99,7 @@ def test_a_part_that_fails_leaves_no_other_open(tmp_path: Path, monkeypatch: pyt
     assert first.closed.is_set() and second.closed.is_set()
     assert len([*tmp_path.glob("checkpoints/*/step-*")]) == 2
     assert alice.left and not (tmp_path / "in-use.json").exists()
-    assert alice.network is not None and alice.network.node.linker._closing is not None
+    assert alice.network is not None and alice.network.node._closing is not None
     alice.leave()
 
 
@@ -117,8 +117,8 @@ def test_a_service_that_cannot_be_stopped_leaves_no_other_running(
     with pytest.raises(ZeroDivisionError, match="a bug"):
         alice.leave()
     stop_serving = {FindNear.__name__, ShareRevoked.__name__, IssuedMembership.__name__}
-    assert alice.network.node.linker._closing is not None
-    assert not stop_serving & set(alice.network.node.linker.services[0]._by_name)
+    assert alice.network.node._closing is not None
+    assert not stop_serving & set(alice.network.node.services[0]._by_name)
 
 
 def test_two_who_leave_at_once_both_return_when_it_is_done(tmp_path: Path) -> None:

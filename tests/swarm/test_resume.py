@@ -153,10 +153,10 @@ def test_a_peer_that_was_just_met_is_saved_at_once(
 
 
 class Dialled:
-    """A linker that reaches one of many peers; the others stay silent, each for its whole time limit."""
+    """A node that reaches one of many peers; the others stay silent, each for its whole time limit."""
 
     def __init__(self, living: PeerId | None) -> None:
-        self.linker, self._living = self, living
+        self._living = living
         self.dialled: list[PeerId] = []
         self.open = self.most = 0
 

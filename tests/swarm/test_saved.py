@@ -29,7 +29,7 @@ from colab_swarm.swarm.saved import STALE_S, Occupant, PeerStore, SavedPeer, los
 from colab_swarm.trust.access import RunAccess
 from colab_swarm.trust.contributions import TallyRow, merged
 
-OPTIONS = NetworkOptions(port=4500, announce=("ws://203.0.113.7:4500",), relay=RelayQuota(places=3))
+OPTIONS = NetworkOptions(port=4500, announce=("ws://203.0.113.7:4500",), relay=RelayQuota(total_bps=3e6))
 
 
 def contact(number: int) -> Contact:
@@ -61,11 +61,6 @@ def test_only_the_owner_can_read_it_and_no_repr_shows_it(tmp_path: Path) -> None
     assert repr(store).startswith("PeerStore('/")
     files = [path for path in tmp_path.iterdir() if path.is_file()]
     assert len(files) == 4 and not any(path.stat().st_mode & 0o077 for path in files)
-
-
-def test_limits_of_an_earlier_version_are_left_out() -> None:
-    saved = {**OPTIONS.to_saved(), "relay": {"places": 3, "place_s": 300.0}}
-    assert NetworkOptions.from_saved(saved) == OPTIONS
 
 
 def test_a_tunnels_token_is_not_saved() -> None:

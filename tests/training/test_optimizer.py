@@ -244,7 +244,7 @@ def run_with_bobs_clock(skew_s: float, begin_s: float) -> tuple[dict[str, int], 
         return (
             steps,
             [fault for log in logs.values() for fault in log.recent(Fault)],
-            peers.linker.clock.behind_s,
+            peers.clock.behind_s,
         )
 
 
@@ -363,7 +363,7 @@ def test_a_record_has_the_peers_present_addresses() -> None:
     def train(swarm: Swarm) -> list[tuple[str, ...]]:
         optimizer, published = toy.join_training(swarm, net := toy.model()), []
         for listen in (True, False, True):
-            sim.network.by_name[swarm.name].announce(("ws://alice:1",) if listen else ())
+            sim.network.by_name[swarm.name].addresses = ("ws://alice:1",) if listen else ()
             toy.take(optimizer, net, optimizer.global_step)
             swarm.runtime.call(asyncio.sleep(5.0))
             published.append(optimizer.rounds.view.own.addresses)

@@ -58,7 +58,7 @@ class Peer:
         """Wake up so much later, with the monotonic clock as it was, before any clocks are compared."""
         self.clock.ahead_s += seconds
         for peer in self.node.linked():
-            self.node.linker.clock.forget(peer)
+            self.node.clock.forget(peer)
 
     def invite(self, **options: Any) -> Invite:
         return Invite.parse(str(self.access.invite(self.node, self.trust.authority, **options)))

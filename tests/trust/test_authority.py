@@ -41,7 +41,7 @@ async def test_an_unusable_invitation_is_not_made() -> None:
     async with run_with(listen=False) as (here, (authority,)):
         with pytest.raises(JoinError, match="start one on any machine"):
             here.invite()
-        authority.node.announce((f"ws://203.0.113.7:4500/relay/{'a' * 64}",))
+        authority.node.addresses = (f"ws://203.0.113.7:4500/relay/{'a' * 64}",)
         assert here.invite().entries == (authority.node.contact,)
         with pytest.raises(JoinError, match="requires that others can dial this peer"):
             here.invite(uses=3)
@@ -91,7 +91,7 @@ async def test_the_authority_replaces_a_self_signed_membership_and_all_take_the_
         await alice.member.tick()
         assert alice.shown.grant is None
         assert notices(alice, "membership renewed for ") == ["membership renewed for 168.0 h"]
-        (link,) = bob.node.linker.table.of(alice.node.id)
+        (link,) = bob.node.table.of(alice.node.id)
         assert link.remote.membership == alice.admission.membership
         assert authority.node.role_of(alice.node.id) is Role.WORKER
 
@@ -232,7 +232,7 @@ async def test_an_account_that_leaves_the_list_is_warned_and_put_out(monkeypatch
         assert "not on the list" in ending and 1.4 <= float(ending.split()[3]) <= 1.6
         for peer in here.peers:
             peer.sleep(2.5 * HOUR)
-        alice.node.linker.recheck()
+        alice.node.recheck()
         await until(lambda: alice.node.id not in bob.node.linked())
         with pytest.raises(PeerError, match="ended"):
             await call(bob, alice)
