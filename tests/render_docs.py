@@ -25,6 +25,7 @@ def render(folder: Path) -> None:
     for found in pkgutil.walk_packages(colab_swarm.__path__, "colab_swarm."):
         if found.ispkg:
             _list_modules(found.name)
+            _add_pages(found.name)
     _list_modules("colab_swarm")
     with warnings.catch_warnings(), TemporaryDirectory() as templates:
         warnings.filterwarnings("error", module="pdoc")
@@ -38,6 +39,13 @@ def render(folder: Path) -> None:
             template_directory=Path(templates),
         )
         pdoc.pdoc("colab_swarm", output_directory=folder)
+
+
+def _add_pages(name: str) -> None:
+    """Show the pages that lie in a package's folder below what the package says."""
+    package = import_module(name)
+    for page in sorted(Path(package.__path__[0]).glob("*.md"), reverse=True):
+        package.__doc__ = f"{package.__doc__}\n\n{page.read_text(encoding='utf-8')}"
 
 
 def _list_modules(name: str) -> None:

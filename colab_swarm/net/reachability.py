@@ -74,17 +74,6 @@ class ReachabilityLevel(StrEnum):
     BUCKET = "by the bucket"
 
 
-# The levels that can work, best first.
-_LEVELS = (
-    ReachabilityLevel.DIRECT,
-    ReachabilityLevel.LAN,
-    ReachabilityLevel.IROH,
-    ReachabilityLevel.RELAYED,
-    ReachabilityLevel.TUNNEL,
-    ReachabilityLevel.UNVERIFIED,
-)
-
-
 @dataclass(frozen=True)
 class Reachability:
     """How others reach this peer.
@@ -154,46 +143,39 @@ class ReachabilityPolicy:
     def decide(self) -> Reachability:
         if self._trusted and self.listening:
             return Reachability(ReachabilityLevel.DIRECT, addresses=self.listening)
-        relays = f"by {', '.join(map(short, self.places))}"
-        via = {ReachabilityLevel.RELAYED: relays, ReachabilityLevel.TUNNEL: self.tunnel or ""}
         reasons: list[tuple[ReachabilityLevel, str]] = []
-        addresses_at = self._addresses()
-        for level in _LEVELS:
-            addresses = tuple(addresses_at.get(level, ()))[:MAX_ADDRESSES]
+        for level, via, addresses, why_not in self._levels():
             if addresses:
-                return Reachability(level, via.get(level, ""), addresses, tuple(reasons))
-            reasons.append((level, self._why_not(level)))
+                return Reachability(level, via, tuple(addresses)[:MAX_ADDRESSES], tuple(reasons))
+            reasons.append((level, why_not))
         if self.listening and not self.reports:
             return Reachability(ReachabilityLevel.UNVERIFIED, "", self.listening)
-        local = tuple(self._worked(local=True))
-        # The last level is no better than this one: it only says that the addresses are not verified.
-        return Reachability(ReachabilityLevel.OUTGOING, "", local, tuple(reasons[:-1]))
+        return Reachability(ReachabilityLevel.OUTGOING, "", tuple(self._worked(local=True)), tuple(reasons))
 
-    def _addresses(self) -> dict[ReachabilityLevel, Sequence[str]]:
-        """Return the addresses to report at each level that works."""
+    def _levels(self) -> Iterator[tuple[ReachabilityLevel, str, Sequence[str], str]]:
+        """Yield the levels, best first: by what, the addresses to report there, or none and why not."""
         public = self._worked(local=False)
         local = self._worked(local=True)
         untried = self._untried()
-        seen_from_outside = any(not is_local(report.seen_host) for report in self.reports.values())
         circuits = list(chain.from_iterable(self.places.values()))
-        carried = [*self.iroh, *circuits]
-        if self.tunnel:
-            carried.append(self.tunnel)
-        carried += untried
-        addresses: dict[ReachabilityLevel, Sequence[str]] = {}
-        if public:
-            addresses[ReachabilityLevel.DIRECT] = [*public, *local]
-        if local and not seen_from_outside:
-            addresses[ReachabilityLevel.LAN] = [*local, *self.iroh, *circuits]
-        if self.iroh:
-            addresses[ReachabilityLevel.IROH] = [*carried, *self._own(local=True)]
-        if circuits:
-            addresses[ReachabilityLevel.RELAYED] = carried
-        if self.tunnel:
-            addresses[ReachabilityLevel.TUNNEL] = carried
+        tunnel = [self.tunnel] if self.tunnel else []
+        carried = [*self.iroh, *circuits, *tunnel, *untried]
+        yield ReachabilityLevel.DIRECT, "", public and [*public, *local], self._why_not(local=False)
+        is_lan = local and all(is_local(report.seen_host) for report in self.reports.values())
+        near = [*local, *self.iroh, *circuits] if is_lan else []
+        yield ReachabilityLevel.LAN, "", near, self._why_not(local=True)
+        at_iroh = self.iroh and [*carried, *self._own(local=True)]
+        yield ReachabilityLevel.IROH, "", at_iroh, self.why[ReachabilityLevel.IROH]
+        relays = f"by {', '.join(map(short, self.places))}"
+        yield ReachabilityLevel.RELAYED, relays, circuits and carried, self.why[ReachabilityLevel.RELAYED]
+        yield (
+            ReachabilityLevel.TUNNEL,
+            self.tunnel or "",
+            tunnel and carried,
+            self.why[ReachabilityLevel.TUNNEL],
+        )
         if untried:
-            addresses[ReachabilityLevel.UNVERIFIED] = [*untried, *local]
-        return addresses
+            yield ReachabilityLevel.UNVERIFIED, "", [*untried, *local], ""
 
     def _outcomes(self) -> Iterator[tuple[str, str]]:
         return chain.from_iterable(report.outcomes for report in self.reports.values())
@@ -212,12 +194,10 @@ class ReachabilityPolicy:
             return []
         return self._own(local=False)
 
-    def _why_not(self, level: ReachabilityLevel) -> str:
-        if level in self.why:
-            return self.why[level]
+    def _why_not(self, *, local: bool) -> str:
+        """Return why this peer is not dialled directly, at a ``local`` address or a public one."""
         if not self.listening:
             return "this peer does not listen (listen=False)"
-        local = level is ReachabilityLevel.LAN
         for address, fault in self._outcomes():
             if fault and is_local(host_of(address)) == local:
                 return f"dialled back at {address}, {fault}; a NAT or firewall blocks it"

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from colab_swarm.markup import count, plain
-from colab_swarm.training.digests import digest_of
+from colab_swarm.training.digests import digest_of_tensors
 from colab_swarm.training.records import MAX_PAIR_TEXT
 from colab_swarm.training.replica import Replica
 from colab_swarm.training.settings import TrainingSettings
@@ -155,5 +155,5 @@ def frozen_base_of(model: torch.nn.Module | None, trained: Iterable[torch.Tensor
         layout.append((name, tuple(parameter.shape), parameter.dtype, quantization))
     if not layout:
         return ""
-    base = blake3(repr(layout).encode() + digest_of(frozen.values())).hexdigest(4)
+    base = blake3(repr(layout).encode() + digest_of_tensors(frozen.values())).hexdigest(4)
     return f"{base}: {numel:,} values in {', '.join(sorted(kinds))}"

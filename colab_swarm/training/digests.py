@@ -31,7 +31,7 @@ from colab_swarm.training.watch import versions_of
 _SIGNS = 1 << 16  # random signs of a sketch; longer tensors are cut into blocks of _SIGNS values
 
 
-def digest_of(tensors: Iterable[torch.Tensor]) -> bytes:
+def digest_of_tensors(tensors: Iterable[torch.Tensor]) -> bytes:
     """Return a digest of the tensors' bytes, at over 1 GB/s."""
     digest = blake3(max_threads=blake3.AUTO)
     for tensor in tensors:
@@ -42,7 +42,7 @@ def digest_of(tensors: Iterable[torch.Tensor]) -> bytes:
 def digest_with_optimizer(parameters: Iterable[torch.Tensor], optimizer: Optimizer) -> str:
     """Return a digest of the parameters and of the optimizer's state."""
     tensors, layout = flatten(optimizer.state_dict())
-    return digest_of((*parameters, *tensors.values())).hex() + blake3(layout).hexdigest(8)
+    return digest_of_tensors((*parameters, *tensors.values())).hex() + blake3(layout).hexdigest(8)
 
 
 def projections_of(parameters: list[torch.Tensor], optimizer: Optimizer, lineage: bytes) -> tuple[float, ...]:

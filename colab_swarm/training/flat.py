@@ -57,13 +57,13 @@ def small_values(tensors: Iterable[torch.Tensor]) -> int:
     return sum(reals(tensor).numel() for tensor in tensors if not _is_large(tensor))
 
 
-def tensors_of(optimizer: Optimizer) -> list[torch.Tensor]:
+def parameters_of(optimizer: Optimizer) -> list[torch.Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def trained_by(optimizer: Optimizer) -> list[torch.Tensor]:
     """Return the optimizer's trained parameters, in order; raises ValueError without any."""
-    trained = [parameter for parameter in tensors_of(optimizer) if parameter.requires_grad]
+    trained = [parameter for parameter in parameters_of(optimizer) if parameter.requires_grad]
     require(trained, "the optimizer has no parameter that requires a gradient: nothing to train")
     doubles = any(parameter.dtype == torch.complex128 for parameter in trained)
     require(not doubles, "complex128 parameters are not averaged: train the model in complex64")
@@ -337,4 +337,4 @@ def only_reads(optimizer: Optimizer) -> bool:
         return False
     # On a GPU lists are the default, and Nesterov's are changed.
     has_nesterov = any(group.get("nesterov") for group in optimizer.param_groups)
-    return not has_nesterov or all(in_main_memory(tensor.device) for tensor in tensors_of(optimizer))
+    return not has_nesterov or all(in_main_memory(tensor.device) for tensor in parameters_of(optimizer))

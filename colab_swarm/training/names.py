@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from colab_swarm.errors import StateError, require
-from colab_swarm.training.flat import tensors_of
+from colab_swarm.training.flat import parameters_of
 from colab_swarm.training.state import Kind
 
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
@@ -125,7 +125,7 @@ def state_by_position(
 
 def _names_in(optimizer: Optimizer, names: Mapping[int, str]) -> list[str]:
     """Return the parameters' names in their order; that of a frozen one of an unknown model is its position."""
-    parameters = tensors_of(optimizer)
+    parameters = parameters_of(optimizer)
     return [names.get(id(parameter), f"frozen {number}") for number, parameter in enumerate(parameters)]
 
 

@@ -10,7 +10,7 @@ minutes, or less often where that takes long, and once more after an interrupt a
 import logging
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,13 +19,13 @@ import torch
 from blake3 import blake3
 
 from colab_swarm.averaging.result import RoundResult
-from colab_swarm.errors import MismatchError, StateError, UnnamedValueError, require
+from colab_swarm.errors import MismatchError, PeerError, StateError, UnnamedValueError, require
 from colab_swarm.events import Notice
 from colab_swarm.net.peers import PeerId
 from colab_swarm.runtime import Runner, uninterrupted
 from colab_swarm.training.agreement import FROZEN_BASE, agreement_of
 from colab_swarm.training.drawn import NextStep
-from colab_swarm.training.flat import tensors_of
+from colab_swarm.training.flat import parameters_of
 from colab_swarm.training.gradients import Gradients
 from colab_swarm.training.link_rounds import LinkRounds
 from colab_swarm.training.records import LINEAGE_BYTES, Agreement, ProgressRecord
@@ -91,7 +91,7 @@ class SwarmOptimizer(WrappedOptimizer):
         if before is not None and before.rule.model is rule.model and before._replica.moved:
             frozen_base = dict(before._agreement).get(FROZEN_BASE, "")
         self._agreement = agreement_of(self._replica, settings, frozen_base=frozen_base)
-        if rule.model is None and not all(one.requires_grad for one in tensors_of(rule.optimizer)):
+        if rule.model is None and not all(one.requires_grad for one in parameters_of(rule.optimizer)):
             logger.warning(
                 "the optimizer has frozen parameters, which are not compared with those of the other peers: pass "
                 "model=… to swarm.optimizer(…), which also averages the model's buffers"
@@ -141,6 +141,8 @@ class SwarmOptimizer(WrappedOptimizer):
         Raises `MismatchError`, with nothing changed, if the others would refuse this one.
         """
         if not before.closed.is_set():
+            with suppress(PeerError):  # what is known of the others must do
+                self._runtime.call(before.rounds.refresh())
             differs = before.rounds.refusal_of(self._agreement)
             require(not differs, f"{differs} Your first optimizer goes on as it was", MismatchError)
             before._why = (

@@ -26,7 +26,7 @@ from colab_swarm.tensors.device import copy_in, copy_out, hand_over, moved, to_h
 from colab_swarm.tensors.device_vector import DeviceVector
 from colab_swarm.tensors.vector import Vector
 from colab_swarm.training.buffers import Buffers
-from colab_swarm.training.digests import Evidence, digest_of, digest_with_optimizer
+from colab_swarm.training.digests import Evidence, digest_of_tensors, digest_with_optimizer
 from colab_swarm.training.flat import (
     FlatValues,
     clear_gradients,
@@ -34,10 +34,10 @@ from colab_swarm.training.flat import (
     move_state,
     move_to_copies,
     outer_optimizer,
+    parameters_of,
     reals,
     small_values,
     take_step,
-    tensors_of,
     trained_by,
     within,
 )
@@ -145,7 +145,7 @@ class Replica:
         self.names = list(named)
         self.model = list(named.values())
         self.name_by_id = {}
-        for name, parameter in names.named(tensors_of(rule.optimizer)).items():
+        for name, parameter in names.named(parameters_of(rule.optimizer)).items():
             if parameter in names:
                 self.name_by_id[id(parameter)] = name
         self.parameters = self.model
@@ -173,7 +173,7 @@ class Replica:
         self.schema = hashlib.sha256(f"({self.kinds}, {rule.local})".encode()).digest()[:16]
         self.step = 0
         self.together = 0
-        self.lineage = digest_of((*self.model, *self.buffers.shared))
+        self.lineage = digest_of_tensors((*self.model, *self.buffers.shared))
         self.lock = threading.RLock()
         self.evidence = Evidence(rule.optimizer, self.stepping, self.model, self.parameters)
         self.moved: dict[str, torch.Tensor] = {}
@@ -184,7 +184,7 @@ class Replica:
         """Begin again, with what the model's weights and buffers are now."""
         self.take_model()
         self.buffers.load(self.buffers.live)
-        self.lineage = digest_of((*self.model, *self.buffers.shared))
+        self.lineage = digest_of_tensors((*self.model, *self.buffers.shared))
 
     def place(self, *, beside_model: bool) -> None:
         """Bring the swarm's copies, and its optimizer's state, to the model's devices or to main memory."""
@@ -513,7 +513,7 @@ class WrappedOptimizer(Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients of the last ``backward()``; accumulated ones stay."""
-        clear_gradients(tensors_of(self), set_to_none=set_to_none)
+        clear_gradients(parameters_of(self), set_to_none=set_to_none)
 
     # Of a schedule-free optimizer; others have neither.
     train = property(lambda self: self._mode("train"))

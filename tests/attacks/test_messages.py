@@ -51,7 +51,7 @@ class Full:
         stack.callback(end, self.mallory)
         self.node: Any = self.alice.services.peers  # type: ignore[attr-defined]
         calls, streams = (
-            [decoder.type for decoder, _, _ in table._by_name.values()] for table in self.services
+            [decoder.type for decoder, _, _ in table._by_name.values()] for table in self.node.services
         )
         self.calls: list[Any] = calls
         self.streams: list[Any] = streams
@@ -76,7 +76,7 @@ class Full:
 
     def counted(self) -> Counter[str]:
         """What messages could pile up in: handlers, streams, rounds, and the tables of each service."""
-        links = [*self.table]
+        links = [*self.node.table]
         rounds = self.optimizer.rounds
         return Counter(
             handlers=sum(len(link.tasks) for link in links),

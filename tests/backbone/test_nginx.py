@@ -1,6 +1,6 @@
 """A backbone behind a real nginx with TLS: its page, links, relay, large transfers, time-outs and a restart.
 
-The configuration is that of the page `colab_swarm.backbone`, with other ports, names and files.
+The configuration is that of the page `colab_swarm/backbone/README.md`, with other ports, names and files.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
 import colab_swarm as cs
-from colab_swarm import backbone as page
+from colab_swarm import backbone
 from colab_swarm.backbone.backbone import Backbone, serve
 from colab_swarm.backbone.config import Dashboard, Network, RunFile
 from colab_swarm.errors import PeerError
@@ -101,7 +101,8 @@ class Nginx:
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self, backbone_port: int, *, idle: str = "60s") -> None:
-        (server,) = re.findall(r"^    server \{\n.*?^    \}\n", page.__doc__ or "", re.MULTILINE | re.DOTALL)
+        page = Path(backbone.__file__).with_name("README.md").read_text(encoding="utf-8")
+        (server,) = re.findall(r"^    server \{\n.*?^    \}\n", page, re.MULTILINE | re.DOTALL)
         for there, here in {
             "listen 443 ssl": f"listen 127.0.0.1:{self.port} ssl",
             "server_name run.example.org": "server_name localhost",

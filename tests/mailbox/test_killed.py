@@ -18,7 +18,7 @@ PEERS, KILLS, LAST, LIMIT_S = 4, 4, 20, 120.0
 CHILD = """
 import json, sys, torch, colab_swarm as cs
 from tests.training.toy import join_training, loss_of, model, parameters_of
-from colab_swarm.training.digests import digest_of
+from colab_swarm.training.digests import digest_of_tensors
 
 invitation, box, last = sys.argv[1], sys.argv[2], int(sys.argv[3])
 torch.set_num_threads(1)
@@ -31,7 +31,7 @@ with cs.join(invitation, mailbox=box) as swarm:
         if result is not None:
             told = {"round": result.step, "member": swarm.id.hex()}
             told |= {"counted": swarm.id in result.contributors, "step": optimizer.global_step}
-            told |= {"digest": digest_of(net.parameters()).hex(), "lineage": optimizer.lineage.hex()}
+            told |= {"digest": digest_of_tensors(net.parameters()).hex(), "lineage": optimizer.lineage.hex()}
             print(json.dumps(told), flush=True)
 """
 
