@@ -24,7 +24,7 @@ class PeerRow:
     reachable: bool | None  # whether others can dial it; None if unknown
     me: bool  # whether it is this peer
     rtt_s: float | None = None  # round-trip time; None if not measured, or without a link
-    connected: str = ""  # ``direct``, ``LAN``, ``punched``, ``relayed by 1a2b3c4d``; empty without a link
+    connected: str = ""  # ``direct``, ``LAN``, ``iroh``, ``relayed by 1a2b3c4d``; empty without a link
     upload_bps: float | None = None  # by its own report, bits per second; None if it reports none
     download_bps: float | None = None
     loss: float | None = None  # of its last batches; None if unknown

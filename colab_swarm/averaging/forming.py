@@ -168,7 +168,9 @@ class Formation:
         self._before = holders_of(last) if last else set()
         self._before_state = last.terms.key if last else None  # of these, until their round is over
         self.next_step = step_after(last) if last else 0
-        self._told: set[PeerId] = set()  # of the last group, before their next report
+        self._told: set[PeerId] = (
+            set()
+        )  # members of the last group: what they say after the one before is late
         self.batch = Batch(settings.target, self.key, patience, now)
         if last is not None:
             granted = {
@@ -233,6 +235,16 @@ class Formation:
         self._told.discard(peer)
         self._judge()
 
+    def on_linked(self, linked: Collection[PeerId]) -> None:
+        """Forget the members of the last group that have not come here, and to whom no link is up."""
+        for peer in self.batch.participants.keys() - self.contacts.keys() - set(linked):
+            self.batch.on_lost(peer)
+
+    def granted_before(self, peer: PeerId) -> float | None:
+        """Return the grant of a peer that comes from another organizer, as it stands here; None if it has none."""
+        one = self.batch.participants.get(peer)
+        return one.granted if one is not None and one.report is None else None
+
     def on_left(self, peer: PeerId) -> None:
         """Forget a peer that leaves: the others do not count it among those that live."""
         self.on_lost(peer)
@@ -286,9 +298,6 @@ class Formation:
             return self._meet(now, self.settings.window_s)
         if not self.key and len(self.holders) < self.settings.least:
             return Action()
-        for peer in self.batch.participants.keys() - self.contacts.keys() - set(live):
-            # It had a grant of the last group, and is gone.
-            self.batch.on_lost(peer)
         action = Action(self.batch.next_grants(now), look_at=self.batch.look_at(now))
         if not action.grants and self.batch.full and not self.missing and self._has_quorum(live):
             action.group = self._form(now)

@@ -170,6 +170,9 @@ class Batch:
         went_on = report.counted > 0 if before is None else before.away or report.counted != before.counted
         if went_on or one.late_at == math.inf:
             one.late_at = now + self.limit_s(one)
+        elif before is None:
+            # Nothing was known of the time that it needs.
+            one.late_at = max(one.late_at, now + self.limit_s(one))
         if before is None and not one.granted:
             # By an organizer before this one: it can be taken back like the own grants.
             one.granted = report.granted

@@ -144,6 +144,7 @@ class Rendezvous:
     def begin_again(self) -> None:
         """This peer holds a state to which no group has led."""
         self.group = None
+        self.first_step = -1
         if self.organizer is not None:
             self._go(self.organizer.id)
 
@@ -187,6 +188,7 @@ class Rendezvous:
             finally:
                 await end_tasks(standing, moving)
                 self.organizer = None
+                self.first_step = -1
             await asyncio.sleep(_PAUSE_S)
 
     async def _choose(self) -> Contact:
@@ -368,6 +370,7 @@ class Rendezvous:
             before = self.group
             while self.group is before or self.group is None or self.group.organizer == self.me:
                 now = loop_now()
+                formation.on_linked(self._peers.linked())
                 action = formation.next_action(now, self._neighbourhood.live())
                 for peer, granted in action.grants.items():
                     self._send(peer, News(formation.key, granted))
@@ -537,7 +540,8 @@ class Rendezvous:
                 return
             self._gone.forgive(stream.peer)
             queue = self._queues[stream.peer] = asyncio.Queue[News]()
-            queue.put_nowait(News(formation.key, step=formation.next_step))
+            granted = formation.granted_before(stream.peer) if message.key == formation.key else None
+            queue.put_nowait(News(formation.key, granted, step=formation.next_step))
             sending = asyncio.create_task(self._send_news(stream, queue))
             try:
                 await self._take_reports(stream, formation, queue)

@@ -16,10 +16,10 @@ class Share:
 
     Attributes:
         step, lineage: of the state that it holds; -1: none.
-        granted, counted: samples of the present step.
+        granted, counted: samples of the present step; granted 0: nothing yet, and the first micro-batch is reported.
         away: it computes nothing for now.
         final: the ticket stands, and it computes for the next step.
-        averages: the round of its last contribution is not over.
+        averages: the round of its last contribution, and the step with its mean, are not over.
         ticket: it has computed what was granted, and waits for the group.
         assistant: it trains nothing, and offers this.
     """

@@ -17,7 +17,6 @@ import logging
 import os
 import random
 from collections.abc import Awaitable, Callable, Container
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Annotated
@@ -30,7 +29,8 @@ from colab_swarm.net.addresses import host_of, is_address, is_local, is_loopback
 from colab_swarm.net.carrier import LinkType, Path, TokenBucket, Traffic
 from colab_swarm.net.handshake import TICKET, Address, HandshakeReceiver, dial_any
 from colab_swarm.net.node import Node
-from colab_swarm.net.peers import CIRCUIT, MAX_ADDRESSES, Ack, Contact, Message, PeerId, Refusal, Role, short
+from colab_swarm.net.patience import VisitLimit
+from colab_swarm.net.peers import CIRCUIT, Ack, Contact, Message, PeerId, Refusal, Role, short
 from colab_swarm.net.websocket import MAX_MESSAGE_BYTES, SCRATCH_BYTES, WebSocket, write_message
 from colab_swarm.runtime import wait_until
 
@@ -65,6 +65,9 @@ _ENTRIES = 2
 OFFERS_AT_ONCE = 32
 # The round trip to a relay with a place counts by this factor, to avoid needless changes.
 _HELD_BONUS = 0.7
+_INSIDE = 4  # addresses
+# To leave a relay for one peer, so many tries in so many seconds.
+_TRIES = 5, 60.0
 _Id = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
 Token = Annotated[bytes, msgspec.Meta(min_length=_TOKEN_BYTES, max_length=_TOKEN_BYTES)]
 
@@ -95,7 +98,13 @@ class CircuitOffer(Message, frozen=True):
 class Inside(Message, frozen=True):
     """The sender's addresses in its own network, answered by the other's: they may be behind one router."""
 
-    addresses: Annotated[tuple[Address, ...], msgspec.Meta(max_length=MAX_ADDRESSES)]
+    addresses: Annotated[tuple[Address, ...], msgspec.Meta(max_length=_INSIDE)]
+
+
+def is_inside(address: str) -> bool:
+    """Return whether this is an IP address of a home or office network; nothing else is dialled for a stranger."""
+    host = host_of(address)
+    return is_address(address) and address.startswith("ws:") and is_local(host) and not is_loopback(host)
 
 
 @dataclass(frozen=True)
@@ -379,6 +388,8 @@ class Circuits:
         self._keeping: asyncio.Task[None] | None = None
         # The relay of each offer that is being accepted.
         self._accepting: list[PeerId] = []
+        self._leaving: set[PeerId] = set()
+        self._tries = VisitLimit(*_TRIES)
         # The circuit addresses at each relay.
         self.places: dict[PeerId, tuple[str, ...]] = {}
         node.open_circuit = self._open
@@ -447,22 +458,32 @@ class Circuits:
 
     async def leave_relay(self, peer: PeerId) -> None:
         """Dial a peer that is linked by a relay, where it can be dialled or behind the same router."""
-        path = self._node.path_to(peer)
-        if path is None or path.way is not LinkType.RELAYED:
+        may_try = peer not in self._leaving and self._tries.admit(peer, self._loop.time())
+        if not may_try or not self._is_relayed(peer):
             return
-        own = Inside(self._inside)
-        with suppress(PeerError):
-            theirs = await self._node.call(peer, own, Inside, timeout_s=CALL_TIMEOUT_S)
-            addresses = (*self._node.contact_of(peer).addresses, *theirs.addresses)
-            direct = [address for address in addresses if is_address(address) and relay_of(address) is None]
+        self._leaving.add(peer)
+        try:
+            theirs = await self._node.call(peer, Inside(self._inside), Inside, timeout_s=CALL_TIMEOUT_S)
+            addresses = [*self._node.contact_of(peer).addresses, *filter(is_inside, theirs.addresses)]
+            # A tunnel is no better than a relay.
+            direct = [one for one in addresses if relay_of(one) is None and not one.startswith("wss:")]
             await dial_any(direct, partial(self._node.dial_direct, peer))
+        except PeerError as error:
+            logger.info("the link to %s stays relayed: %s", short(peer), error)
+        finally:
+            self._leaving.remove(peer)
+
+    def _is_relayed(self, peer: PeerId) -> bool:
+        path = self._node.path_to(peer)
+        return path is not None and path.way is LinkType.RELAYED
 
     @property
     def _inside(self) -> tuple[str, ...]:
         """The addresses of this machine in its own network."""
-        return tuple(address for address in self._node.listening() if not is_loopback(host_of(address)))
+        return tuple(filter(is_inside, self._node.listening()))[:_INSIDE]
 
     async def _on_inside(self, peer: PeerId, message: Inside) -> Inside:
+        require(self._is_relayed(peer), "only a relayed link may be left", Refusal)
         return Inside(self._inside)
 
     async def _keep(self) -> None:

@@ -82,6 +82,7 @@ class LinkRounds(Rounds):
         self._steps = False  # the trainer has begun: until then this peer only follows
         self._thread = 0  # in which the trainer computes
         self._blocked = False  # that waits in the step of another collaboration
+        self._waits = False  # that waits in this one's
         services.on_wait.append(self._on_wait)
         self._news = asyncio.Event()
         self._states = StateSharing(
@@ -254,6 +255,9 @@ class LinkRounds(Rounds):
 
     def _block_others(self, blocked: bool) -> None:
         """Who waits in one optimizer's step computes nothing for its others: two must not wait for each other."""
+        if blocked == self._waits:
+            return
+        self._waits = blocked
         for on_wait in self.services.on_wait:
             if on_wait != self._on_wait:
                 on_wait(self._thread, blocked)
@@ -298,7 +302,7 @@ class LinkRounds(Rounds):
             changed=offer.changed,
         )
         share.final = final
-        share.away = idle
+        share.away = idle or self._blocked
         self._rendezvous.tell()
         if not final:
             self._block_others(True)
@@ -317,7 +321,7 @@ class LinkRounds(Rounds):
                 self._news.clear()
                 await wait_until(min(deadline, now + _TELL_S), self._news)
         finally:
-            share.away = self.services.gate.closed
+            share.away = self.services.gate.closed or self._blocked
             if ready is not Ready.CONTRIBUTE:
                 self._block_others(False)
                 share.ticket = None
@@ -363,18 +367,19 @@ class LinkRounds(Rounds):
         self._rendezvous.tell()
         try:
             result = await self._average(group, contribution)
+            if any(member.weight for member in result.group.members):
+                # The mean has replaced the contribution.
+                mean = Mean(contribution.vector, result.digest, group.unused, group.loss)
+                yield RoundOutcome(mean, result)
         except PeerError as error:
             logger.info("no round for step %d: %s", group.terms.step, error)
             self._needs_state = True
             self.share.counted += contribution.samples  # if this peer's own state counts
-            return
         finally:
+            # The step is taken, too.
             self.share.averages = False
             self._rendezvous.tell()
             self._block_others(False)
-        if any(member.weight for member in result.group.members):
-            mean = Mean(contribution.vector, result.digest, group.unused, group.loss)
-            yield RoundOutcome(mean, result)
 
     async def _average(self, group: Group, contribution: RoundInput) -> GroupResult:
         began_at = loop_now()

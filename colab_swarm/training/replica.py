@@ -1,6 +1,7 @@
 """This peer's copy of the training state: parameters, optimizer, scheduler, step. The torch side.
 
-The user's thread applies updates, and the runtime's thread pool copies snapshots for late joiners.
+A pool thread applies a round's mean while the user's thread waits, or beside it with delayed updates; the user's takes
+missed steps and loads states. The pool copies snapshots for late joiners, too.
 One lock keeps a copy from seeing half an update. It is never held during network calls.
 
 There are up to two versions of the parameters: the model's own, with which the trainer computes, and

@@ -47,7 +47,9 @@ _LIKELY_CAUSES = (
 class Trainer:
     """Takes local steps, rounds and the swarm's state, by its ``rounds``, with a ``replica`` of the model.
 
-    One thread at a time calls it. ``gathered`` are the gradients since the last round.
+    One thread at a time calls it, the user's. It waits while coroutines here run on the event loop, and while `_apply`
+    takes a step on the pool, to which ``replica`` and ``gathered`` are lent meanwhile. ``gathered`` are the gradients
+    since the last round.
     ``over()``: this peer is to leave, and waits no more.
 
     Attributes:
@@ -182,7 +184,8 @@ class Trainer:
         if rounds.missed():
             return Ready.FOLLOW
         if self._replica.rule.delayed and rounds.share.granted and not idle:
-            # The group that has just formed may have granted more.
+            self._settle()
+            # The group that has just formed may have granted more, and what was not finite is computed again.
             return Ready.CONTRIBUTE if rounds.share.used_up else Ready.COMPUTE
         self._settle()
         offer = uninterrupted(self._gathered.offer)
@@ -453,7 +456,12 @@ class Trainer:
             self._services.events.emit(Notice(self._runtime.time(), text))
 
     def recover(self) -> None:
-        """Make the record say what the replica is, if they differ: this peer catches up then."""
+        """Make the record say what the replica is, if they differ: this peer catches up then.
+
+        A round that an interrupt left behind is over first: its step changes the model.
+        """
+        if self._averaging is not None and not self._averaging.done():
+            self._runtime.call(asyncio.wait([self._averaging]))
         own = self._rounds.view.own
         if self._flight is None and (own.step, own.lineage) != (self._replica.step, self._replica.lineage):
             self.adopt(syncing=True)

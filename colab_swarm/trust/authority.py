@@ -130,7 +130,7 @@ def member_s(allow: Allowlist | None) -> float:
 
 
 class Authority:
-    """Issues memberships, to accounts on ``allow`` if it is given; ``readmit`` is `Linker.readmit`."""
+    """Issues memberships, to accounts on ``allow`` if it is given; ``readmit`` is `Node.readmit`."""
 
     def __init__(
         self,

@@ -42,8 +42,9 @@ class Handover:
         report = StepReport(*STATE, counted, counted, 1.0, 0.001, ticket=ticket, key=key)
         assert not self.formation.on_report(peer, report, now)
 
-    def act(self, now: float, live: Collection[PeerId] = PEERS) -> Action:
-        return self.formation.next_action(now, live)
+    def act(self, now: float, linked: Collection[PeerId] = PEERS) -> Action:
+        self.formation.on_linked(linked)
+        return self.formation.next_action(now, linked)
 
 
 def test_a_new_organizer_awaits_who_is_on_the_way_with_a_grant() -> None:
@@ -52,6 +53,7 @@ def test_a_new_organizer_awaits_who_is_on_the_way_with_a_grant() -> None:
         step.come(peer, now=0.001)
     early = step.act(0.01)
     assert not early.grants and early.group is None
+    assert step.formation.granted_before(DAVE) == 1.0  # which it is told
     step.come(DAVE, now=0.3)
     group = step.act(0.3).group
     assert group is not None
@@ -59,17 +61,28 @@ def test_a_new_organizer_awaits_who_is_on_the_way_with_a_grant() -> None:
 
 
 def test_the_grant_of_who_does_not_come_goes_to_the_others_at_once_where_its_link_is_lost() -> None:
-    for now, live in ((0.01, (ALICE, BOB, CAROL)), (60.0, PEERS)):
+    for now, linked in ((0.01, (ALICE, BOB, CAROL)), (60.0, PEERS)):
         step = Handover()
         for peer in (ALICE, BOB, CAROL):
             step.come(peer, now=0.001)
-        grants = step.act(now, live).grants
+        grants = step.act(now, linked).grants
         assert sum(granted - 1.0 for granted in grants.values() if granted) == 1.0
         (helper,) = [peer for peer, granted in grants.items() if granted]
         step.come(helper, now=now + 0.1, counted=2.0)
         step.formation.missing = ()
-        group = step.act(now + 0.1, live).group
+        group = step.act(now + 0.1, linked).group
         assert group is not None and DAVE not in [member.id for member in group.members]
+
+
+def test_a_slow_micro_batch_is_not_late_after_a_handover() -> None:
+    """Nobody has told the new organizer yet that one takes 30 s."""
+    step = Handover()
+    for peer in PEERS:
+        key = step.last.round_id
+        assert not step.formation.on_attend(peer, Attend(Contact(peer, WHERE), key, TERMS, 4.0))
+        report = StepReport(*STATE, 0.0, 1.0, 1.0, batch_s=30.0, age_s=5.0, key=key)
+        assert not step.formation.on_report(peer, report, 0.1)
+    assert not step.act(20.0).grants
 
 
 def test_a_peer_that_joins_a_step_late_hears_which_one_is_next() -> None:
