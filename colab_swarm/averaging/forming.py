@@ -168,9 +168,8 @@ class Formation:
         self._before = holders_of(last) if last else set()
         self._before_state = last.terms.key if last else None  # of these, until their round is over
         self.next_step = step_after(last) if last else 0
-        self._told: set[PeerId] = (
-            set()
-        )  # members of the last group: what they say after the one before is late
+        # Members of the last group: what they say after the one before is late.
+        self._told: set[PeerId] = set()
         self.batch = Batch(settings.target, self.key, patience, now)
         if last is not None:
             granted = {

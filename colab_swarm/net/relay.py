@@ -466,7 +466,11 @@ class Circuits:
             theirs = await self._node.call(peer, Inside(self._inside), Inside, timeout_s=CALL_TIMEOUT_S)
             addresses = [*self._node.contact_of(peer).addresses, *filter(is_inside, theirs.addresses)]
             # A tunnel is no better than a relay.
-            direct = [one for one in addresses if relay_of(one) is None and not one.startswith("wss:")]
+            direct = [
+                address
+                for address in addresses
+                if relay_of(address) is None and not address.startswith("wss:")
+            ]
             await dial_any(direct, partial(self._node.dial_direct, peer))
         except PeerError as error:
             logger.info("the link to %s stays relayed: %s", short(peer), error)

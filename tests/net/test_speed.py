@@ -28,11 +28,11 @@ def pair(profile: NetworkProfile = SLOW_UP) -> tuple[SimNetwork, SimPeers, SimPe
 @pytest.mark.virtual_time
 async def test_the_speeds_of_a_known_link_are_measured() -> None:
     _, alice, bob = pair()
-    speed = await measure(alice, bob.id, size_bytes=2 << 20)
+    measured = await measure(alice, bob.id, size_bytes=2 << 20)
     assert alice.statistics(bob.id).sent_bytes < 1.4 * (2 << 20)
-    assert speed.upload_bps == pytest.approx(8e6, rel=0.1)
-    assert speed.download_bps == pytest.approx(80e6, rel=0.1)
-    assert speed.rtt_s == pytest.approx(0.1, rel=0.1)
+    assert measured.upload_bps == pytest.approx(8e6, rel=0.1)
+    assert measured.download_bps == pytest.approx(80e6, rel=0.1)
+    assert measured.rtt_s == pytest.approx(0.1, rel=0.1)
 
 
 @pytest.mark.parametrize("size_bytes", [0, speed.MAX_SIZE_BYTES + 1])
