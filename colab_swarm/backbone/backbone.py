@@ -160,7 +160,7 @@ def serve(
         backbone = swarm.runtime.call(on_loop(lambda: Backbone(swarm, file, hub_token=token)))
         swarm.runtime.call(backbone.start())
         try:
-            backbone.invite = swarm.invite(hours=file.invitation_hours)
+            backbone.invite = swarm.invite(hours=file.invitation_hours, settings=file.settings)
             yield backbone
         finally:
             swarm.runtime.call(backbone.stop())

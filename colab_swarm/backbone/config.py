@@ -15,6 +15,9 @@ mbit_s = 200
 [dashboard]
 port = 8080
 
+[settings]                          # of the invitation: the volunteers' notebooks read them
+tokenizer = "neuropark/tokenizer"
+
 [[collaborations]]
 every_steps = 50
 every_minutes = 30
@@ -33,7 +36,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta, field
 
-from colab_swarm.invite import Access
+from colab_swarm.invite import Access, Settings
 from colab_swarm.net.relay import RelayQuota
 from colab_swarm.swarm.network import NetworkOptions
 from colab_swarm.trust.authority import Allowlist
@@ -106,6 +109,7 @@ class RunFile(_Table, frozen=True):
     allow_users: tuple[str, ...] = ()  # of Hugging Face, for the allowlist
     allow_organisations: tuple[str, ...] = ()
     invitation_hours: Annotated[float, Meta(gt=0, le=24 * 365)] = 24.0  # life of the printed invitation
+    settings: Settings = field(default_factory=dict)  # for training, in the printed invitation
     network: Network = field(default_factory=Network)
     relay: RelayLimits = field(default_factory=RelayLimits)
     dashboard: Dashboard = field(default_factory=Dashboard)

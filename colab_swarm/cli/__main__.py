@@ -371,15 +371,23 @@ def _train(options: Options) -> None:
     until = time.monotonic() + 3600 * (options.hours or usage.MAX_HOURS)
     with _joined(options, mailbox=options.mailbox) as swarm:
         swarm.events.listen(partial(report_event, options, swarm))
-        model, batches = albert(options.size, text=options.text, batch_size=options.batch_size, swarm=swarm)
+        shared = _shared_settings(options, swarm)
+        model, batches = albert(
+            shared["size"],
+            text=options.text,
+            tokenizer=shared["tokenizer"] or None,
+            language=shared["language"],
+            batch_size=options.batch_size,
+            swarm=swarm,
+        )
         try:
             optimizer = swarm.optimizer(
                 Lamb(parameter_groups(model), lr=options.lr),
-                target_batch_size=options.target_batch_size,
+                target_batch_size=shared["target_batch_size"],
                 max_grad_norm=1.0,
-                compression=options.compression,
+                compression=shared["compression"],
                 overlap=options.overlap,
-                local_steps=options.local_steps,
+                local_steps=shared["local_steps"],
             )
         except MismatchError as error:
             raise MismatchError(f"{error}. {usage.ALBERT_ONLY}") from error
@@ -404,6 +412,14 @@ def _train(options: Options) -> None:
         )
         if options.json_lines:
             sys.stdin.readline()  # the parent process writes a line when no other peer needs this one
+
+
+def _shared_settings(options: Options, swarm: Swarm) -> dict[str, Any]:
+    """Return what all trainers need alike: the invitation's settings go before the options."""
+    shared = {
+        name: getattr(options, name) for name in ("size", "target_batch_size", "compression", "local_steps")
+    }
+    return {"tokenizer": "", "language": "", **shared, **swarm.settings}
 
 
 def _digest(model: Any) -> str:

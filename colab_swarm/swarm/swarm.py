@@ -137,7 +137,8 @@ class Swarm(contextlib.AbstractContextManager["Swarm"]):
             role: of those who join: ``worker`` (the default), ``reducer`` or ``viewer``.
             hours: how long the invitation can be used; 24 by default.
             uses: how many peers can join, by default all; needs the authority online to count.
-            settings: training settings for those who join, such as ``{"target_batch_size": 4096}``.
+            settings: training settings for those who join, such as ``{"target_batch_size": 4096}``. By default
+                those of this peer's own invitation.
 
         Raises:
             JoinError: no known peer accepts connections, so nobody could use it.
@@ -147,10 +148,10 @@ class Swarm(contextlib.AbstractContextManager["Swarm"]):
         self._check()
         network = self._require_network()
         make = partial(network.access.invite, network.node, network.trust.authority)
-        invite = self.runtime.call(on_loop(lambda: make(role=role, hours=hours, uses=uses)))
+        invite = self.runtime.call(
+            on_loop(lambda: make(role=role, hours=hours, uses=uses, settings=settings))
+        )
         require(not (invite.warning and platform().alone), ways_out(), JoinError)
-        if settings is not None:
-            invite = invite.with_settings(settings)
         if self.page:
             invite = invite.replaced(page=self.page)
         # notebooks show the warning with the invitation

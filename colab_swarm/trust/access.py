@@ -14,7 +14,7 @@ import contextlib
 import logging
 import random
 import secrets
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from typing import Any
 from colab_swarm.dht.service import DHT
 from colab_swarm.errors import CallRefused, JoinError, NotAdmitted, PeerError, ProtocolError, require
 from colab_swarm.events import EventLog, Fault, Notice
-from colab_swarm.invite import NAME, Access, Invite, SignedMailbox, creator_suffix, role_named
+from colab_swarm.invite import NAME, Access, Invite, Setting, SignedMailbox, creator_suffix, role_named
 from colab_swarm.net.identity import Identity, id_of
 from colab_swarm.net.membership import SLACK_S, Membership, MembershipAdmission, in_words
 from colab_swarm.net.node import Node
@@ -375,6 +375,10 @@ MAILBOX_HOURS = 30 * 24.0
 # of an invitation, and of each: it must fit in a QR code
 ENTRIES = 3
 ADDRESSES = 4
+ONLY_THE_ORGANIZER = (
+    "only the organizer's peer chooses role, hours, uses and settings of an invitation. Call invite() without them to "
+    "pass yours on, or ask the organizer for another one: a backbone takes its settings from [settings] in its run.toml"
+)
 
 
 @dataclass(frozen=True)
@@ -484,39 +488,42 @@ class RunAccess:
         role: str | None = None,
         hours: float | None = None,
         uses: int | None = None,
+        settings: Mapping[str, Setting] | None = None,
     ) -> Invite:
         """Make an invitation; a peer that is not the authority passes its own on, with itself as an entry.
 
         The ``role`` is worker (default), reducer or viewer. It can be used for ``hours``, by default 24, or 30 days
-        where the run is in a bucket, by ``uses`` peers, by default any number. Raises `JoinError` if nobody could
-        use it, `PermissionError` if only the authority can make it, `ValueError` if an argument is out of range.
+        where the run is in a bucket, by ``uses`` peers, by default any number. ``settings`` are for training, by
+        default those of this peer's own invitation. Raises `JoinError` if nobody could use it, `PermissionError` if
+        only the authority can make it, `ValueError` if an argument is out of range.
         """
         limited = role is not None or uses is not None
         closed = self.admission is not None
         text = "an open run has no roles and no counted invitations: create it with access='invite'"
         require(closed or not limited, text, PermissionError)
-        require(
-            authority is not None or not closed or not (limited or hours is not None),
-            "only the organizer's peer chooses role, hours and uses; invite() passes your invitation on",
-            PermissionError,
-        )
+        own_settings = {} if self.invitation is None else self.invitation.settings
+        if settings is None:
+            settings = own_settings
         entries = self._ways_in(peers)
+        if closed and authority is None:
+            assert self.invitation is not None  # only the authority has none
+            chosen = limited or hours is not None or dict(settings) != own_settings
+            require(not chosen, ONLY_THE_ORGANIZER, PermissionError)
+            return self.invitation.replaced(entries=entries)
         usual_h = MAILBOX_HOURS if self.mailbox else HOURS
         life_h = usual_h if hours is None else hours
-        if not closed:
-            return self._with_mailbox(Invite(self.run_id, entries, peers.time() + 3600 * life_h), peers)
         if authority is None:
-            assert self.invitation is not None  # only the authority has none
-            return self.invitation.replaced(entries=entries)
-        grant, secret = authority.grant(role_named(role or "worker"), hours=life_h, uses=uses or 0)
-        require(
-            grant.offline or (peers.contact.addresses and peers.contact.direct),
-            "such an invitation requires that others can dial this peer, and they cannot: "
-            "open a tunnel (tunnel='ngrok'), or make an invitation of unlimited use",
-            JoinError,
-        )
-        made = Invite.issue(grant, secret, entries, access=self.access, authority=peers.public_key)
-        return self._with_mailbox(made, peers)
+            made = Invite(self.run_id, entries, peers.time() + 3600 * life_h)
+        else:
+            grant, secret = authority.grant(role_named(role or "worker"), hours=life_h, uses=uses or 0)
+            require(
+                grant.offline or (peers.contact.addresses and peers.contact.direct),
+                "such an invitation requires that others can dial this peer, and they cannot: "
+                "open a tunnel (tunnel='ngrok'), or make an invitation of unlimited use",
+                JoinError,
+            )
+            made = Invite.issue(grant, secret, entries, access=self.access, authority=peers.public_key)
+        return self._with_mailbox(made, peers).with_settings(settings)
 
     def _with_mailbox(self, made: Invite, peers: Node) -> Invite:
         """Add the address that the creator of the run signed: this peer, or the one whose invitation it has."""

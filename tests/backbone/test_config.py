@@ -4,7 +4,9 @@ from pathlib import Path
 
 import pytest
 
+import colab_swarm as cs
 from colab_swarm.backbone import config
+from colab_swarm.backbone.backbone import serve
 from colab_swarm.backbone.config import RunFile, read_run_file
 
 
@@ -40,6 +42,8 @@ def test_a_name_is_enough(tmp_path: Path) -> None:
         ('name = "a"\n[[collaborations]]\nkeep = 0', r">= 1.*keep"),
         ('name = "a"\n[[collaborations]]\n[[collaborations]]', "a name of its own"),
         ('name = "a"\n[[collaborations]]\nname = "../x"', r"collaborations.*name"),
+        ('name = "a"\n[settings]\nbatch = true', r"`int \| float \| str`, got `bool`.*settings"),
+        (f'name = "a"\n[settings]\ntokenizer = "{"x" * 65}"', r"<= 64.*settings"),
         ("name = ", "Invalid value"),
         ("", "missing required field `name`"),
     ],
@@ -47,3 +51,23 @@ def test_a_name_is_enough(tmp_path: Path) -> None:
 def test_a_mistake_is_named_with_its_place(tmp_path: Path, text: str, error: str) -> None:
     with pytest.raises(ValueError, match=error):
         read(tmp_path, text)
+
+
+def test_settings_travel_with_the_invitation_and_a_volunteer_passes_them_on(tmp_path: Path) -> None:
+    text = """
+        name = "a"
+        network = {port = 0, lan = false}
+        dashboard = {enabled = false}
+        settings = {tokenizer = "me/own"}
+    """
+    quiet = cs.NetworkOptions(lan=False)
+    wanted = {"tokenizer": "me/own"}
+    with (
+        serve(read(tmp_path, text)) as backbone,
+        cs.join(backbone.invite, peer_name="alice", options=quiet) as alice,
+        cs.join(alice.invite(settings=wanted), peer_name="bob", options=quiet) as bob,
+    ):
+        assert alice.settings == bob.settings == wanted
+        for other in ({"settings": {"tokenizer": "alice/own"}}, {"hours": 1.0, "settings": wanted}):
+            with pytest.raises(PermissionError, match=r"ask the organizer for another one: .*\[settings\]"):
+                alice.invite(**other)

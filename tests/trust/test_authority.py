@@ -23,9 +23,11 @@ HOUR = 3600.0
 
 @pytest.mark.parametrize("access", ["open", "invite"])
 async def test_an_invited_peer_takes_part_and_invites_others(access: Access) -> None:
-    async with run_with("alice", access=access) as (here, (authority, alice)):
-        bob = await here.start("bob", alice.invite())
+    async with run_with(access=access) as (here, (authority,)):
+        alice = await here.start("alice", here.invite(settings={"tokenizer": "me/own"}))
+        bob = await here.start("bob", invitation := alice.invite())
         assert bob.access.entries[0].id == (alice if access == "open" else authority).node.id
+        assert invitation.settings == {"tokenizer": "me/own"}
         bob.trust.start()
         assert await call(bob, alice) == Echo(b"in")
 
