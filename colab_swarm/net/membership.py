@@ -28,7 +28,7 @@ from colab_swarm.project import update
 SLACK_S = 600.0
 MAX_NAME_CHARS = 64
 MAX_USES = 10_000
-# As many as fit in one record of the DHT.
+# The whole list fits in one message.
 MAX_REVOKED = 900
 MAX_MEMBERSHIP_BYTES = 2048
 MAX_GUESTS = 64

@@ -34,7 +34,6 @@ from colab_swarm.runtime import PauseGate, loop_now, wait_until
 from colab_swarm.swarm.saved import PeerStore
 from colab_swarm.training.settings import PeerServices
 from colab_swarm.trust.access import RunAccess, Trust, clock_advice
-from colab_swarm.trust.contributions import merged
 
 if TYPE_CHECKING:
     from colab_swarm.training.optimizer import SwarmOptimizer
@@ -140,7 +139,6 @@ class NetworkSession:
         self.options = options
         self._services = services
         self.trust = Trust(node, services.dht, services.events, services.rng, access)
-        self.trust.contributions.saved = access.tally
         self.trust.contributions.expert_calls = services.expert_calls
         self.store: PeerStore | None = None  # the folder that saves this peer
         self.clock: SessionClock | None = None  # None if the session's end is unknown
@@ -238,9 +236,7 @@ class NetworkSession:
                 self._services.events.emit(Fault(time.monotonic(), "saving this peer", str(error)))
 
     async def _save(self, store: PeerStore) -> None:
-        contributions = self.trust.contributions
-        # the ledger of this session may lack saved ones
-        tally = merged(contributions.saved, contributions.ledger.rows())
+        tally = self.trust.contributions.tally()
         linked = map(self.node.contact_of, sorted(self.node.linked()))
         reachable = [contact for contact in linked if contact.addresses]
         contacts = sorted(reachable, key=lambda contact: not contact.direct)

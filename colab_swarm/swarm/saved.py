@@ -33,7 +33,7 @@ from colab_swarm.net.peers import UNDECODABLE, Contact, PeerId
 from colab_swarm.notebook.platforms import Platform
 from colab_swarm.project import update
 from colab_swarm.trust.authority import Allowlist
-from colab_swarm.trust.contributions import TallyRow
+from colab_swarm.trust.contributions import Tally
 
 STALE_S = 180.0  # without a heartbeat
 VERSION = 1
@@ -104,7 +104,7 @@ class SavedPeer(msgspec.Struct, frozen=True):
     options: dict[str, Any]  # its `NetworkOptions`, without secrets
     contacts: tuple[Contact, ...] = ()  # peers that could be dialled when this was written, or before
     membership: bytes = b""
-    tally: tuple[TallyRow, ...] = ()  # the contributions it saw
+    tally: Tally = ()  # the contributions it saw
     port: int = 0  # where it listened, because its invitations name the port; 0 if it did not
     mailbox: str = ""  # address of the bucket that has the run's rounds, if any
 
@@ -249,9 +249,7 @@ class PeerStore:
             peer = msgspec.structs.replace(peer, contacts=self.saved.contacts, port=self.saved.port)
         self.peer = peer
 
-    def write(
-        self, contacts: Sequence[Contact], membership: bytes, tally: tuple[TallyRow, ...], port: int = 0
-    ) -> None:
+    def write(self, contacts: Sequence[Contact], membership: bytes, tally: Tally, port: int = 0) -> None:
         """Save the peer's state and write a heartbeat; earlier contacts come after the linked ones.
 
         A StateError if that fails, or another process took the folder for lack of heartbeats.

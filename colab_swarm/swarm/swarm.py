@@ -171,9 +171,9 @@ class Swarm(contextlib.AbstractContextManager["Swarm"]):
         self.runtime.call(on_loop(partial(network.trust.revoke, peer)))
 
     def contributions(self) -> Leaderboard:
-        """Return each peer's contribution as other peers confirmed it, most samples first.
+        """Return each peer's contribution, as this peer saw it and linked peers tell it, most samples first.
 
-        They publish what they confirm every 30 s; the panel counts this peer's rounds at once, and may be ahead.
+        It asks them now. No peer credits itself.
         """
         names = {**self._overview.names(), short(self.id): self.name}
         if self.network is None:

@@ -4,9 +4,8 @@ An invitation that admits offline lets a peer sign its own membership at once. T
 as soon as it is reached, so that the invitation can be revoked without removing the peers that used it.
 A membership is renewed from half of its life on, so that the authority may be away for the other half.
 
-The authority publishes its signed list of revocations in the DHT, where no other peer can replace it.
-Every peer reads it each 20 s and asks one linked peer for the newest list; a peer that learns of a newer
-list sends it to all its links. So the list spreads even where the DHT fails, and after its record's end.
+The authority signs a list of revocations. A peer that learns of a newer list sends it to all its links, and
+each asks one linked peer for the newest list every 20 s. So late joiners get it too, without the authority.
 """
 
 import asyncio
@@ -14,14 +13,14 @@ import contextlib
 import logging
 import random
 import secrets
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from colab_swarm.dht.service import DHT
+from colab_swarm.dht.service import DHT, BackgroundTasks
 from colab_swarm.errors import CallRefused, JoinError, NotAdmitted, PeerError, ProtocolError, require
-from colab_swarm.events import EventLog, Fault, Notice
+from colab_swarm.events import EventLog, Notice
 from colab_swarm.invite import NAME, Access, Invite, Setting, SignedMailbox, creator_suffix, role_named
 from colab_swarm.net.identity import Identity, id_of
 from colab_swarm.net.membership import SLACK_S, Membership, MembershipAdmission, in_words
@@ -37,7 +36,7 @@ from colab_swarm.trust.authority import (
     RequestMembership,
     ShareRevoked,
 )
-from colab_swarm.trust.contributions import PUBLISH_S, Contributions, TallyRow
+from colab_swarm.trust.contributions import SHARE_S, Contributions, ShareTally, Tally
 
 logger = logging.getLogger(__name__)
 _SET_CLOCK = (
@@ -46,6 +45,8 @@ _SET_CLOCK = (
 )
 REPORT_S = 30.0  # smaller clock differences are not reported
 TICK_S = 10.0
+PULL_S = 20.0  # of revocations
+MAX_NAMED = 5  # revoked peers in one notice
 CALL_TIMEOUT_S = 10.0
 RETRY_S = 30.0
 MAX_RETRY_S = 600.0
@@ -68,58 +69,44 @@ def clock_advice(behind_s: float, mailbox: str = "") -> str:
     return f"{text}: beyond 10 minutes they refuse its signatures; {_SET_CLOCK}"
 
 
+@dataclass
 class RunMember:
     """Gets and renews this peer's membership, and accepts the renewed ones of other peers."""
 
-    def __init__(
-        self,
-        peers: Node,
-        dht: DHT,
-        admission: MembershipAdmission,
-        events: EventLog,
-        access: "RunAccess",
-        readmit: Callable[[PeerId, bytes], Role],
-        behind_s: Callable[[], float],
-    ) -> None:
-        self._peers = peers
-        self._dht = dht
-        self._admission = admission
-        self._events = events
-        self._access = access
-        self._readmit = readmit
-        self._behind_s = behind_s
-        self._loop = asyncio.get_running_loop()
-        # last skew told of
-        self._reported_s = 0.0
+    node: Node
+    dht: DHT
+    admission: MembershipAdmission
+    events: EventLog
+    access: "RunAccess"
+
+    def __post_init__(self) -> None:
+        self._reported_s = 0.0  # the clock difference of the last notice
         self._absent = LeftOut[str](RETRY_S, MAX_RETRY_S)
         self._unaware: set[PeerId] = set()  # linked peers that have not seen the renewed membership
-        peers.serve(IssuedMembership, self._on_renewed, role=Role.GUEST)
+        self.node.serve(IssuedMembership, self._on_renewed, role=Role.GUEST)
 
     async def join(self) -> None:
         """Get the first membership; raise `JoinError` if the authority refuses or is silent."""
-        invitation = self._access.invitation
-        saved = self._access.membership
+        invitation = self.access.invitation
+        saved = self.access.membership
         if invitation is None or invitation.grant is None:
             return
         grant = invitation.grant
-        key = self._peers.public_key
-        now = self._peers.time()
+        key = self.node.public_key
+        now = self.node.time()
         if saved:
             with contextlib.suppress(NotAdmitted):
-                self._admission.check(key, saved, now=now)
-                self._admission.membership = saved
+                self.admission.check(key, saved, now=now)
+                self.admission.membership = saved
                 return
-        own = Membership.by_invitation(grant, invitation.key, key=key, now=now).encode()
-        # an ended membership is renewed for a while
-        if now > grant.join_until:
-            proof = saved
-        else:
-            proof = b""
-        if grant.offline and not proof:
-            self._admission.membership = own
+        proof = Membership.by_invitation(grant, invitation.key, key=key, now=now).encode()
+        if saved and now > grant.join_until:
+            proof = saved  # the authority renews an ended membership for a while
+        elif grant.offline:
+            self.admission.membership = proof
             return
         try:
-            await self._request(proof or own)
+            await self._request(proof)
         except CallRefused as error:
             raise JoinError(self._words_of(error)) from error
         except PeerError as error:
@@ -129,182 +116,141 @@ class RunMember:
             ) from error
 
     async def tick(self) -> None:
-        """Renew the membership if due, show it to linked peers that have not seen it, check the clock."""
-        behind_s = self._behind_s()
-        reported_s = self._reported_s
-        refused = abs(behind_s) > SLACK_S, abs(reported_s) > SLACK_S
-        if abs(behind_s - reported_s) > REPORT_S or refused[0] != refused[1]:
+        """Check the clock, renew the membership if due, and show it to linked peers that have not seen it."""
+        self._check_clock()
+        if self.access.invitation is not None:
+            await self._renew_if_due()
+        self._unaware &= self.node.linked()
+        await asyncio.gather(*map(self._present, self._unaware))
+
+    def _check_clock(self) -> None:
+        behind_s = self.node.clock.behind_s
+        is_refused = abs(behind_s) > SLACK_S
+        was_refused = abs(self._reported_s) > SLACK_S
+        if abs(behind_s - self._reported_s) > REPORT_S or is_refused != was_refused:
             self._reported_s = behind_s
             text = clock_advice(behind_s) or "this machine's clock is right again"
-            self._events.emit(Notice(self._loop.time(), text))
-        if self._access.invitation is not None:
-            held = Membership.decode(self._admission.membership)
-            now = self._peers.time()
-            if held.grant:
-                due_at = held.issued_at
-            else:
-                due_at = (held.issued_at + held.expires_at) / 2
-            if now >= due_at and not self._absent.holds("authority", now):
-                await self._renew(held)
-        self._unaware &= self._peers.linked()
-        await asyncio.gather(*(self._present(peer) for peer in self._unaware))
+            self.events.emit(Notice(loop_now(), text))
 
-    async def _renew(self, held: Membership) -> None:
+    async def _renew_if_due(self) -> None:
+        held = Membership.decode(self.admission.membership)
+        now = self.node.time()
+        due_at = (held.issued_at + held.expires_at) / 2
+        if held.grant:
+            due_at = held.issued_at
+        if now < due_at or self._absent.holds("authority", now):
+            return
         try:
-            renewed = await self._request(self._admission.membership)
+            renewed = await self._request(self.admission.membership)
         except PeerError as error:
-            now = self._peers.time()
-            self._absent.fail("authority", now)
-            left_s = held.expires_at - now
-            refused = isinstance(error, CallRefused) and error.code == "refused"
-            if refused or left_s < (held.expires_at - held.issued_at) / 4:
-                if refused:
-                    why = ""
-                else:
-                    why = "the organizer's peer cannot be reached for a new one: "
-                text = f"{max(0.0, left_s) / 3600:.1f} h: {why}{self._words_of(error)}"
-                self._events.emit(Notice(self._loop.time(), f"membership ends in {text}"))
+            self._on_not_renewed(held, error)
             return
         self._absent.forgive("authority")
-        self._unaware = set(self._peers.linked())
-        left_h = (renewed.expires_at - self._peers.time()) / 3600
-        self._events.emit(Notice(self._loop.time(), f"membership renewed for {left_h:.1f} h"))
+        self._unaware = set(self.node.linked())
+        left_h = (renewed.expires_at - self.node.time()) / 3600
+        self.events.emit(Notice(loop_now(), f"membership renewed for {left_h:.1f} h"))
+
+    def _on_not_renewed(self, held: Membership, error: PeerError) -> None:
+        """Try again later; say so if the authority refuses, or little time is left."""
+        now = self.node.time()
+        self._absent.fail("authority", now)
+        left_s = held.expires_at - now
+        is_refused = isinstance(error, CallRefused) and error.code == "refused"
+        if is_refused:
+            why = self._words_of(error)
+        else:
+            why = f"the organizer's peer cannot be reached for a new one: {self._words_of(error)}"
+        if is_refused or left_s < (held.expires_at - held.issued_at) / 4:
+            text = f"membership ends in {max(0.0, left_s) / 3600:.1f} h: {why}"
+            self.events.emit(Notice(loop_now(), text))
 
     async def _request(self, proof: bytes) -> Membership:
-        authority = id_of(self._admission.authority)
-        linked = authority in self._peers.linked()
-        if not linked and (contact := await self._dht.find_peer(authority)) is not None:
-            self._peers.learn(contact)
-        answer = await self._peers.call(
-            authority, RequestMembership(proof, self._access.token), IssuedMembership, timeout_s=20.0
-        )
-        issued = self._admission.check(self._peers.public_key, answer.membership, now=self._peers.time())
-        self._admission.membership = answer.membership
+        authority = id_of(self.admission.authority)
+        if authority not in self.node.linked():
+            contact = await self.dht.find_peer(authority)
+            if contact is not None:
+                self.node.learn(contact)
+        message = RequestMembership(proof, self.access.token)
+        answer = await self.node.call(authority, message, IssuedMembership, timeout_s=20.0)
+        issued = self.admission.check(self.node.public_key, answer.membership, now=self.node.time())
+        self.admission.membership = answer.membership
         return issued
 
     def _words_of(self, error: PeerError) -> str:
         # the authority's refusal without its id in front
-        return str(error).removeprefix(f"{short(id_of(self._admission.authority))}: ")
+        return str(error).removeprefix(f"{short(id_of(self.admission.authority))}: ")
 
     async def _present(self, peer: PeerId) -> None:
         try:
-            await self._peers.call(
-                peer, IssuedMembership(self._admission.membership), Ack, timeout_s=CALL_TIMEOUT_S
-            )
+            message = IssuedMembership(self.admission.membership)
+            await self.node.call(peer, message, Ack, timeout_s=CALL_TIMEOUT_S)
             self._unaware.discard(peer)
         except PeerError as error:
             logger.debug("%s does not take the renewed membership: %s", short(peer), error)
 
     async def _on_renewed(self, peer: PeerId, message: IssuedMembership) -> Ack:
         try:
-            self._readmit(peer, message.membership)
+            self.node.readmit(peer, message.membership)
         except NotAdmitted as error:
             raise Refusal(str(error)) from error
         return Ack()
 
 
-PERIOD_S = 20.0
-_MAX_NAMED = 5  # in one notice
-RECORD_S = 24 * 3600.0
+@dataclass
+class RevocationGossip:
+    """Spreads the authority's newest list of revocations over links, and keeps the ``admission`` up to date."""
 
+    node: Node
+    admission: MembershipAdmission
+    events: EventLog
+    rng: random.Random
 
-class RevocationWatch:
-    """Keeps a peer's `MembershipAdmission` up to date with the authority's list in the DHT."""
+    def __post_init__(self) -> None:
+        self.node.serve(ShareRevoked, self._on_share)
 
-    def __init__(
-        self,
-        peers: Node,
-        dht: DHT,
-        admission: MembershipAdmission,
-        events: EventLog,
-        rng: random.Random,
-        recheck: Callable[[], None],
-        spawn: Callable[[Coroutine[Any, Any, Any]], object],
-    ) -> None:
-        self._peers = peers
-        self._dht = dht
-        self._admission = admission
-        self._events = events
-        self._rng = rng
-        self._recheck = recheck
-        self._spawn = spawn
-        self._loop = asyncio.get_running_loop()
-        self._stored_at = float("-inf")
-        self.key = f"{admission.run_id}/revoked"
-        peers.serve(ShareRevoked, self._on_share)
+    def spread(self, but: PeerId | None = None) -> None:
+        """Close the links of revoked peers, and send the list to all others ``but`` one."""
+        self.node.recheck()
+        revocations = self.admission.revoked.encode()
+        for peer in self.node.linked() - {but}:
+            self.node.spawn(self._share(peer, revocations))
 
-    def spread(self) -> None:
-        """Close the links of revoked peers, send the list to all others; call it after `Authority.revoke`."""
-        self._stored_at = float("-inf")
-        self._spawn(self._store())
-        self._pass_on(but=None)
-
-    async def poll(self) -> None:
-        """Look once: in the DHT, and at one linked peer."""
-        if self._admission.own == self._admission.authority:
-            await self._store()
-            return
-        records = await self._dht.get(self.key)
-        record = records.get(id_of(self._admission.authority))
-        if record is not None and isinstance(record.value, bytes):
-            self._learn(record.value, source=None)
-        linked = sorted(self._peers.linked())
+    async def pull(self) -> None:
+        """Ask one linked peer for a newer list; call it every `PULL_S`."""
+        linked = sorted(self.node.linked())
         if linked:
-            await self._share(self._rng.choice(linked), b"")
+            await self._share(self.rng.choice(linked), b"")
 
-    def _learn(self, revocations: bytes, source: PeerId | None) -> None:
-        before = set(self._admission.revoked.subjects)
+    async def _share(self, peer: PeerId, revocations: bytes) -> None:
+        message = ShareRevoked(self.admission.revoked.version, revocations)
         try:
-            if not (revocations and self._admission.learn(revocations)):
-                return
-        except ProtocolError as error:
-            logger.warning("%s shares %s", "the DHT" if source is None else short(source), error)
-            return
-        removed = [subject.hex()[:8] for subject in self._admission.revoked.subjects if subject not in before]
-        names = ", ".join(removed[:_MAX_NAMED])
-        text = f"the authority removed {len(removed)} peers or invitations: {names}"
-        self._events.emit(Notice(self._loop.time(), text))
-        self._pass_on(but=source)
-
-    async def _store(self) -> None:
-        """Renew the authority's list in the DHT, where records end after a day."""
-        now = self._loop.time()
-        due = self._admission.revoked.version and now - self._stored_at > RECORD_S / 24
-        if due and await self._dht.publish(self.key, self._admission.revoked.encode(), ttl_s=RECORD_S):
-            self._stored_at = now
-
-    def _pass_on(self, but: PeerId | None) -> None:
-        self._recheck()
-        encoded = self._admission.revoked.encode()
-        for peer in self._peers.linked() - {but}:
-            self._spawn(self._share(peer, encoded))
-
-    async def _share(self, peer: PeerId, encoded: bytes) -> None:
-        message = ShareRevoked(self._admission.revoked.version, encoded)
-        try:
-            answer = await self._peers.call(peer, message, ShareRevoked, timeout_s=CALL_TIMEOUT_S)
+            answer = await self.node.call(peer, message, ShareRevoked, timeout_s=CALL_TIMEOUT_S)
             self._learn(answer.revocations, peer)
         except PeerError as error:
             logger.debug("%s does not share its revocations: %s", short(peer), error)
 
     async def _on_share(self, peer: PeerId, message: ShareRevoked) -> ShareRevoked:
         self._learn(message.revocations, peer)
-        revoked = self._admission.revoked
-        is_newer = revoked.version > message.version
-        return ShareRevoked(revoked.version, revoked.encode() if is_newer else b"")
+        revoked = self.admission.revoked
+        if revoked.version > message.version:
+            return ShareRevoked(revoked.version, revoked.encode())
+        return ShareRevoked(revoked.version)
 
-
-async def repeat(
-    work: Callable[[], Awaitable[None]], period_s: float, events: EventLog, where: str, rng: random.Random
-) -> None:
-    """Do ``work`` about every ``period_s``, unlike peers that started together; report its faults."""
-    while True:
+    def _learn(self, revocations: bytes, peer: PeerId) -> None:
+        before = self.admission.revoked.subjects
         try:
-            await work()
-        except Exception as error:
-            logger.exception("%s failed", where)
-            events.emit(Fault.of(loop_now(), where, error))
-        await asyncio.sleep(period_s * rng.uniform(0.6, 1.0))
+            is_newer = bool(revocations) and self.admission.learn(revocations)
+        except ProtocolError as error:
+            logger.warning("%s shares %s", short(peer), error)
+            return
+        if is_newer:
+            removed = [
+                subject.hex()[:8] for subject in self.admission.revoked.subjects if subject not in before
+            ]
+            names = ", ".join(removed[:MAX_NAMED])
+            text = f"the authority removed {len(removed)} peers or invitations: {names}"
+            self.events.emit(Notice(loop_now(), text))
+            self.spread(but=peer)
 
 
 class Trust:
@@ -314,44 +260,35 @@ class Trust:
         self, node: Node, dht: DHT, events: EventLog, rng: random.Random, access: "RunAccess"
     ) -> None:
         self._node = node
-        self._events = events
-        self._rng = rng
-        self._tasks: list[asyncio.Task[None]] = []
-        admission = access.admission
-        clock = node.clock
-        readmit = node.readmit
-        self.contributions = Contributions(node, dht, access.run_id, node.metering.relayed_bytes)
-        self._work = [(self.contributions.tick, PUBLISH_S, "counting contributions")]
-        self.authority: Authority | None = None
+        self._tasks = BackgroundTasks("keeping memberships and contributions", events, rng)
         self._mailbox = access.mailbox
+        self.contributions = Contributions(node, rng, access.tally)
+        self.authority: Authority | None = None
         self._member: RunMember | None = None
-        self._watch: RevocationWatch | None = None
-        if admission is not None:
-            self._member = RunMember(node, dht, admission, events, access, readmit, lambda: clock.behind_s)
-            self._watch = RevocationWatch(node, dht, admission, events, rng, node.recheck, node.spawn)
-            self._work += [
-                (self._member.tick, TICK_S, "renewing the membership"),
-                (self._watch.poll, PERIOD_S, "looking for revocations"),
-            ]
+        self._gossip: RevocationGossip | None = None
+        if access.admission is not None:
+            self._member = RunMember(node, dht, access.admission, events, access)
+            self._gossip = RevocationGossip(node, access.admission, events, rng)
             if access.book is not None:
-                self.authority = Authority(node, admission, access.book, access.allow, node.readmit)
+                self.authority = Authority(node, access.admission, access.book, access.allow)
 
     async def join(self) -> None:
         if self._member is not None:
             await self._member.join()
 
     def start(self) -> None:
-        self._tasks = []
-        for work, period_s, where in self._work:
-            repeated = repeat(work, period_s, self._events, where, self._rng)
-            self._tasks.append(self._node.spawn(repeated))
+        self._tasks.every(SHARE_S, self.contributions.share)
+        if self._member is not None:
+            self._tasks.every(TICK_S, self._member.tick)
+        if self._gossip is not None:
+            self._tasks.every(PULL_S, self._gossip.pull)
 
     async def stop(self) -> None:
-        """End the background work, and publish the last contributions; while the DHT still runs."""
-        for kind in (ShareRevoked, IssuedMembership, RequestMembership):
+        """End the background work, and tell all linked peers what this one saw them contribute."""
+        for kind in (ShareRevoked, IssuedMembership, RequestMembership, ShareTally):
             self._node.unserve(kind)
-        await end_tasks(*self._tasks)
-        await self.contributions.stop()
+        await end_tasks(*self._tasks.cancel())
+        await self.contributions.share_with_all()
 
     def revoke(self, subject: PeerId) -> None:
         """Remove a peer, or an invitation by its key's id.
@@ -363,10 +300,10 @@ class Trust:
             f"nobody can be removed from {self._mailbox}: who has its keys reads and writes it. Change the keys",
             PermissionError,
         )
-        if self.authority is None or self._watch is None:
+        if self.authority is None or self._gossip is None:
             raise PermissionError("only the peer that created the run, if it is not open, can remove others")
         self.authority.revoke(subject)
-        self._watch.spread()
+        self._gossip.spread()
 
 
 # of an invitation: where nobody is online, nobody makes another one
@@ -400,7 +337,7 @@ class RunAccess:
     invitation: Invite | None = None
     mailbox: str = ""  # address of the bucket that has the run's rounds, if any
     known: tuple[Contact, ...] = ()
-    tally: tuple[TallyRow, ...] = ()
+    tally: Tally = ()
 
     @classmethod
     def found(

@@ -3,7 +3,6 @@
 import asyncio
 import logging
 import os
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -129,60 +128,54 @@ def member_s(allow: Allowlist | None) -> float:
     return MEMBER_S if allow is None else LISTED_MEMBER_S
 
 
+@dataclass
 class Authority:
-    """Issues memberships, to accounts on ``allow`` if it is given; ``readmit`` is `Node.readmit`."""
+    """Issues memberships, to accounts on ``allow`` if it is given, and signs the list of revocations."""
 
-    def __init__(
-        self,
-        peers: Node,
-        admission: MembershipAdmission,
-        book: AuthorityBook,
-        allow: Allowlist | None,
-        readmit: Callable[[PeerId, bytes], Role],
-    ) -> None:
-        self._peers = peers
-        self._admission = admission
-        self._book = book
-        self._allow = allow
-        self._readmit = readmit
+    peers: Node
+    admission: MembershipAdmission
+    book: AuthorityBook
+    allow: Allowlist | None
+
+    def __post_init__(self) -> None:
         self._tokens = asyncio.Semaphore(8)
         self._asking: set[PeerId] = set()
-        if book.revocations:
-            admission.learn(book.revocations)
-        peers.serve(RequestMembership, self._on_request, role=Role.GUEST)
+        if self.book.revocations:
+            self.admission.learn(self.book.revocations)
+        self.peers.serve(RequestMembership, self._on_request, role=Role.GUEST)
 
     def grant(self, role: Role, *, hours: float, uses: int = 0) -> tuple[Grant, bytes]:
         """Return a new invitation's grant and its key's seed, or raise `ValueError`; 0 ``uses``: any."""
         rule = f"hours must be above 0, uses 1 to {MAX_USES:,} or 0 for any number"
         require(0 < hours < 1e6 and 0 <= uses <= MAX_USES, f"hours={hours}, uses={uses}: {rule}")
-        until = self._peers.time() + 3600 * hours
-        run_id = self._admission.run_id
-        return make_grant(run_id, role, self._peers.sign, join_until=until, allow=self._allow, uses=uses)
+        until = self.peers.time() + 3600 * hours
+        run_id = self.admission.run_id
+        return make_grant(run_id, role, self.peers.sign, join_until=until, allow=self.allow, uses=uses)
 
     def revoke(self, subject: PeerId) -> None:
         """Revoke a peer, or an invitation's key with all that only it admits; never itself."""
-        require(subject != self._peers.id, "this is the authority itself; to end the run, leave it")
-        revocations = self._admission.revoked.adding(subject, now=self._peers.time(), sign=self._peers.sign)
-        self._book.revocations = revocations.encode()
-        self._admission.learn(self._book.revocations)
-        self._book.save()
+        require(subject != self.peers.id, "this is the authority itself; to end the run, leave it")
+        revocations = self.admission.revoked.adding(subject, now=self.peers.time(), sign=self.peers.sign)
+        self.book.revocations = revocations.encode()
+        self.admission.learn(self.book.revocations)
+        self.book.save()
 
     async def _on_request(self, peer: PeerId, message: RequestMembership) -> IssuedMembership:
         require(peer not in self._asking, "your last request is still being answered: wait for it", Refusal)
         self._asking.add(peer)
         try:
             proof = self._proof_of(peer, message.proof)
-            if self._allow is None:
+            if self.allow is None:
                 name = proof.name
             else:
-                name = await self._name_of(message.token, self._allow)
+                name = await self._name_of(message.token, self.allow)
         finally:
             self._asking.discard(peer)
-        now = self._peers.time()
-        if proof.grant is not None and not self._book.use(proof.grant, peer, now=now):
+        now = self.peers.time()
+        if proof.grant is not None and not self.book.use(proof.grant, peer, now=now):
             why = f"this invitation was for {count(proof.grant.uses, 'peer')}, and all have joined"
             raise self._refusal(f"peer {short(peer)}", why, "ask for an invitation of your own")
-        end = now + member_s(self._allow)
+        end = now + member_s(self.allow)
         membership = Membership(
             proof.run_id,
             proof.role,
@@ -192,8 +185,8 @@ class Authority:
             expires_at=end,
             invited_by=proof.invited_by if proof.grant is None else proof.grant.key,
         )
-        encoded = membership.signed(self._peers.sign).encode()
-        self._readmit(peer, encoded)
+        encoded = membership.signed(self.peers.sign).encode()
+        self.peers.readmit(peer, encoded)
         logger.info("%s %s is a %s until %.0f", short(peer), name, proof.role.name.lower(), end)
         return IssuedMembership(encoded)
 
@@ -201,9 +194,9 @@ class Authority:
         try:
             proof = Membership.decode(shown)
             require(id_of(proof.key) == peer, "it shows the membership of another peer", NotAdmitted)
-            self._admission.inspect(proof.key, shown)
-            now = self._peers.time()
-            self._admission.require_met(proof, now=now)
+            self.admission.inspect(proof.key, shown)
+            now = self.peers.time()
+            self.admission.require_met(proof, now=now)
             late_s = now - proof.expires_at - (GRACE_S if proof.grant is None else 0.0)
             require(late_s <= SLACK_S, f"the membership it shows ended {in_words(late_s)} ago", NotAdmitted)
         except NotAdmitted as error:
@@ -236,6 +229,6 @@ class Authority:
         return account.name
 
     def _refusal(self, who: str, why: str, do: str) -> Refusal:
-        run = self._admission.run_id.rpartition("-")[0]
-        me = f"the organizer (peer {short(self._peers.id)})"
+        run = self.admission.run_id.rpartition("-")[0]
+        me = f"the organizer (peer {short(self.peers.id)})"
         return Refusal(f"{run} does not admit {who}\nwhy: {why}\nwhat to do: {do}\nwhom to ask: {me}")

@@ -1,4 +1,4 @@
-"""The contribution ledger: what each peer contributed, as other peers saw it. No peer can credit itself.
+"""What each peer contributed, as this peer saw it and as linked peers told it. No peer can credit itself.
 
 - *Samples.* A contributor is credited once in total with the samples of its gradient in a round.
   The other reducers divide this by their shares of the averaged vector: j credits p with
@@ -7,11 +7,14 @@
 - *Bytes reduced.* Every other member credits a reducer with the float32 bytes that it averaged for it.
 - *Bytes relayed.* Each end of a circuit credits the relay with half of the circuit's bytes.
 - *Work units, expert calls.* The served peer credits the serving one.
+
+A peer tells its tally only itself, over a link, which proves who it is. So tallies need no signature.
 """
 
 import asyncio
 import logging
 import math
+import random
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
@@ -20,24 +23,21 @@ from typing import Annotated, Literal, TypeAlias, get_args
 import msgspec
 
 from colab_swarm.averaging.group import Group, Span
-from colab_swarm.dht.records import Record
-from colab_swarm.dht.service import DHT
 from colab_swarm.errors import PeerError, require
 from colab_swarm.markup import count, facts, plain, size
-from colab_swarm.net.identity import id_of
 from colab_swarm.net.membership import Key
 from colab_swarm.net.node import Node
-from colab_swarm.net.peers import UNDECODABLE, Message, PeerId, short
+from colab_swarm.net.peers import Message, PeerId, Role, remember, short
 
 logger = logging.getLogger(__name__)
 Kind: TypeAlias = Literal["samples", "reduced_bytes", "relayed_bytes", "units", "expert_calls"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 VALUE_BYTES = 4
-MAX_ROWS = 300  # peers in a tally; they fit in one record
+MAX_ROWS = 300  # peers in a tally
+MAX_TALLIES = 100  # of other peers
 MAX_AMOUNT = 1e18
-PUBLISH_S = 30.0
-RECORD_S = 24 * 3600.0
-SHARDS = 8  # keys over which the tallies are spread: all records of one key must fit in one message
+SHARE_S = 30.0
+SHARE_TIMEOUT_S = 3.0
 COLUMNS = ("", "peer", "id", "samples", "averaged for others", "relayed for others", "units", "expert calls")
 Amount: TypeAlias = Annotated[float, msgspec.Meta(ge=0.0, le=MAX_AMOUNT)]
 
@@ -49,11 +49,13 @@ class TallyRow(Message, frozen=True):
     amounts: Annotated[tuple[Amount, ...], msgspec.Meta(min_length=len(KINDS), max_length=len(KINDS))]
 
 
-class ContributionTally(Message, frozen=True):
-    """What a peer saw others contribute; ``key`` is the writer's."""
+Tally: TypeAlias = Annotated[tuple[TallyRow, ...], msgspec.Meta(max_length=MAX_ROWS)]
 
-    key: Key
-    rows: Annotated[tuple[TallyRow, ...], msgspec.Meta(max_length=MAX_ROWS)]
+
+class ShareTally(Message, frozen=True):
+    """Both ways: what the sender saw others contribute."""
+
+    tally: Tally
 
 
 @dataclass(frozen=True, repr=False)
@@ -102,10 +104,9 @@ class ContributionLedger:
             self._totals[kind, peer] = total
 
     def on_bucket_round(self, samples: Mapping[PeerId, float]) -> None:
-        """Count a round in a bucket, by its contributors' samples: all members confirm an equal part of each."""
-        others = max(1, len(samples) - 1)
+        """Count a round in a bucket, by its contributors' samples, which each member reads itself."""
         for member, computed in samples.items():
-            self.credit(member, "samples", computed / others)
+            self.credit(member, "samples", computed)
 
     def on_round(
         self, group: Group, contributors: Collection[PeerId], spans_lost: Collection[Span] = ()
@@ -124,11 +125,11 @@ class ContributionLedger:
             if span not in spans_lost:
                 self.credit(member.id, "reduced_bytes", float(span.numel * VALUE_BYTES))
 
-    def rows(self) -> tuple[TallyRow, ...]:
+    def tally(self) -> Tally:
         return tuple(TallyRow(peer, tuple(amounts)) for peer, amounts in self._largest())
 
-    def resume(self, rows: Iterable[TallyRow]) -> None:
-        for row in rows:
+    def resume(self, tally: Tally) -> None:
+        for row in tally:
             for kind, amount in zip(KINDS, row.amounts, strict=True):
                 self.credit(PeerId(row.peer), kind, amount)
 
@@ -140,125 +141,81 @@ class ContributionLedger:
         return sorted(self._amounts.items(), key=lambda entry: parts[entry[0]], reverse=True)[:MAX_ROWS]
 
 
-def leaderboard(tallies: Iterable[ContributionTally]) -> tuple[Contribution, ...]:
+def sum_tallies(tallies: Mapping[PeerId, Tally]) -> tuple[Contribution, ...]:
+    """Add up the tallies by their writers, most samples first. A writer's row of itself does not count."""
     sums: dict[PeerId, list[float]] = {}
-    for tally in tallies:
-        writer = id_of(tally.key)
-        for row in {row.peer: row for row in tally.rows if row.peer != writer}.values():
-            amounts = sums.setdefault(PeerId(row.peer), [0.0] * len(KINDS))
-            for kind, amount in enumerate(row.amounts):
-                amounts[kind] += amount
+    for writer, tally in tallies.items():
+        # of several rows of one peer, the last
+        amounts_by_peer = {PeerId(row.peer): row.amounts for row in tally}
+        amounts_by_peer.pop(writer, None)
+        for peer, amounts in amounts_by_peer.items():
+            before = sums.get(peer, [0.0] * len(KINDS))
+            sums[peer] = [sum(pair) for pair in zip(before, amounts, strict=True)]
     contributions = [Contribution(peer, *amounts) for peer, amounts in sums.items()]
     contributions.sort(key=lambda credit: (-credit.samples, -credit.reduced_bytes, credit.peer))
     return tuple(contributions)
 
 
-def merged(*tallies: Iterable[TallyRow]) -> tuple[TallyRow, ...]:
-    """Merge tallies of one writer: keep the largest value of each amount, since amounts only grow."""
-    found: dict[bytes, TallyRow] = {}
-    for row in (row for rows in tallies for row in rows):
-        found[row.peer] = TallyRow(row.peer, tuple(map(max, row.amounts, found.get(row.peer, row).amounts)))
-    return tuple(found.values())
-
-
 class Contributions:
-    """Publishes this peer's ledger in the DHT and reads all others'."""
+    """This peer's ledger, which continues the ``saved`` one, and the last tally of each reducer or worker it met."""
 
-    def __init__(
-        self, peers: Node, dht: DHT, run_id: str, relayed_bytes: Callable[[], Mapping[PeerId, int]] = dict
-    ) -> None:
+    def __init__(self, peers: Node, rng: random.Random, saved: Tally = ()) -> None:
         self._peers = peers
-        self._dht = dht
-        self._run_id = run_id
-        self._relayed_bytes = relayed_bytes
-        self._loop = asyncio.get_running_loop()
-        self._published: tuple[TallyRow, ...] = ()
-        self._published_at = float("-inf")
-        self._resumed = False
+        self._rng = rng
+        self._told: dict[PeerId, Tally] = {}
         self.ledger = ContributionLedger(peers.id)
-        self.saved: tuple[TallyRow, ...] = ()
+        self.ledger.resume(saved)
         self.expert_calls: Mapping[PeerId, int] = {}  # that the experts of each host have answered
         # by coordinator: the units that volunteers have trained for it
         self.units: dict[object, Callable[[], Mapping[PeerId, int]]] = {}
-        self._key = tally_key(run_id, peers.id)
+        peers.serve(ShareTally, self._on_share)
 
-    async def tick(self) -> None:
-        """Resume the tally, then publish its changes; call it every `PUBLISH_S`."""
-        if self._resumed:
-            await self.publish()
-            return
-        try:
-            await self.resume()
-        except PeerError as error:  # a new tally would replace the last one
-            logger.info("this peer's last tally cannot be read now: %s", error)
-        except Exception:
-            self._resumed = True  # what cannot be read at all does not keep this peer from publishing
-            raise
+    async def share(self) -> None:
+        """Exchange tallies with one linked peer; call it every `SHARE_S`."""
+        linked = sorted(self._peers.linked())
+        if linked:
+            await self._share_with(self._rng.choice(linked))
 
-    async def stop(self) -> None:
-        if self._resumed:
-            await self.publish()
-
-    async def resume(self) -> None:
-        """Continue from the tally that this peer published, or saved, before it was restarted."""
-        records = await self._dht.records(self._key)
-        own = [tally_of(record) for record in records if record.writer == self._peers.id]
-        self._resumed = True
-        self.ledger.resume(merged(self.saved, *(tally.rows for tally in own if tally is not None)))
-
-    async def publish(self) -> None:
-        """Store the tally if it has changed, or again after a quarter of its record's life."""
-        rows = self._own_tally().rows
-        now = self._loop.time()
-        if not rows or (rows == self._published and now - self._published_at < RECORD_S / 4):
-            return
-        if await self._dht.publish(self._key, self._own_tally(), ttl_s=RECORD_S):
-            self._published = rows
-            self._published_at = now
+    async def share_with_all(self) -> None:
+        """Exchange tallies with all linked peers."""
+        await asyncio.gather(*map(self._share_with, self._peers.linked()))
 
     async def read(self) -> tuple[Contribution, ...]:
-        """Return the leaderboard, this peer's newest tally included; most samples first."""
-        return leaderboard([self._own_tally(), *await self._others()])
+        """Ask all linked peers for their tallies; return the sum of all tallies, most samples first."""
+        await self.share_with_all()
+        return sum_tallies({**self._told, self._peers.id: self.tally()})
 
-    async def _others(self) -> list[ContributionTally]:
-        keys = [f"{self._run_id}/credits/{shard}" for shard in range(SHARDS)]
-        records_of_keys = await asyncio.gather(*map(self._dht.records, keys))
-        tallies: list[ContributionTally] = []
-        for key, records in zip(keys, records_of_keys, strict=True):
-            for record in records:
-                if record.writer == self._peers.id or key != tally_key(self._run_id, record.writer):
-                    continue
-                tally = tally_of(record)
-                if tally is not None:
-                    tallies.append(tally)
-        return tallies
-
-    def _own_tally(self) -> ContributionTally:
+    def tally(self) -> Tally:
+        """Return the ledger's tally, with the services that this peer got until now."""
         # each end of a circuit counts half
-        self.ledger.on_totals("relayed_bytes", self._relayed_bytes(), 0.5)
+        self.ledger.on_totals("relayed_bytes", self._peers.metering.relayed_bytes(), 0.5)
         self.ledger.on_totals("expert_calls", dict(self.expert_calls))
         units = Counter[PeerId]()
         for accepted in self.units.values():
             units.update(accepted())
         self.ledger.on_totals("units", units)
-        return ContributionTally(self._peers.public_key, self.ledger.rows())
+        return self.ledger.tally()
 
+    async def _share_with(self, peer: PeerId) -> None:
+        try:
+            message = ShareTally(self.tally())
+            answer = await self._peers.call(peer, message, ShareTally, timeout_s=SHARE_TIMEOUT_S)
+            self._take(peer, answer.tally)
+        except PeerError as error:
+            logger.debug("%s does not share its tally: %s", short(peer), error)
 
-def tally_key(run_id: str, writer: PeerId) -> str:
-    return f"{run_id}/credits/{writer[0] % SHARDS}"
+    async def _on_share(self, peer: PeerId, message: ShareTally) -> ShareTally:
+        self._take(peer, message.tally)
+        return ShareTally(self.tally())
 
-
-def tally_of(record: Record) -> ContributionTally | None:
-    """Return the tally in a record of checked signature; None if it is none by its owner."""
-    try:
-        tally = msgspec.msgpack.decode(record.value, type=ContributionTally)
-    except UNDECODABLE:
-        return None
-    return tally if id_of(tally.key) == record.writer else None
+    def _take(self, peer: PeerId, tally: Tally) -> None:
+        # a viewer takes no part in rounds, so it saw nothing
+        if self._peers.role_of(peer) >= Role.REDUCER:
+            remember(self._told, peer, tally, MAX_TALLIES)
 
 
 class Leaderboard(tuple[Contribution, ...]):
-    """Each peer's contributions, as other peers saw them; most samples first."""
+    """Each peer's contributions, as this peer saw them or was told; most samples first."""
 
     names: Mapping[str, str]  # that peers chose, by short id; not verified
     me: PeerId
@@ -279,7 +236,8 @@ class Leaderboard(tuple[Contribution, ...]):
     def _repr_html_(self) -> str:
         nothing = "" if self else ": none yet"
         rows = [self._row(place, contribution) for place, contribution in enumerate(self, 1)]
-        return facts(f"Leaderboard: contributions seen by other peers{nothing}", {}, COLUMNS, rows)
+        title = f"Leaderboard: contributions that this peer saw, or that linked peers told it{nothing}"
+        return facts(title, {}, COLUMNS, rows)
 
     def _row(self, place: int, contribution: Contribution) -> tuple[str, ...]:
         peer = short(contribution.peer)

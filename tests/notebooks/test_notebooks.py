@@ -204,7 +204,6 @@ def come_back(kernel: Kernel) -> None:
 def test_who_hosts_from_colab_sees_what_fits_and_what_it_earns_and_comes_back_with_its_experts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("colab_swarm.trust.access.PUBLISH_S", 0.2)
     with (
         cs.create("class-of-26", peer_name="organizer") as organizer,
         opened("host_experts", tmp_path) as carol,

@@ -106,14 +106,12 @@ def test_a_part_that_fails_leaves_no_other_open(tmp_path: Path, monkeypatch: pyt
 def test_a_service_that_cannot_be_stopped_leaves_no_other_running(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def fail_to_publish(*_: object) -> None:
+    async def fail_to_share(*_: object) -> None:
         fail()
 
     alice = cs.create("test-run")
     assert alice.network is not None
-    # only a peer whose tally was resumed publishes it at the end; in the background that may take longer than the test
-    alice.runtime.call(alice.network.trust.contributions.resume())
-    monkeypatch.setattr(Contributions, "publish", fail_to_publish)
+    monkeypatch.setattr(Contributions, "share_with_all", fail_to_share)
     with pytest.raises(ZeroDivisionError, match="a bug"):
         alice.leave()
     stop_serving = {FindNear.__name__, ShareRevoked.__name__, IssuedMembership.__name__}

@@ -27,7 +27,6 @@ from colab_swarm.swarm import saved as module
 from colab_swarm.swarm.network import NetworkOptions
 from colab_swarm.swarm.saved import STALE_S, Occupant, PeerStore, SavedPeer, loss_warning, read_saved
 from colab_swarm.trust.access import RunAccess
-from colab_swarm.trust.contributions import TallyRow, merged
 
 OPTIONS = NetworkOptions(port=4500, announce=("ws://203.0.113.7:4500",), relay=RelayQuota(total_bps=3e6))
 
@@ -204,13 +203,6 @@ def test_a_reused_number_or_a_garbled_lock_holds_no_folder(tmp_path: Path, ours:
     if not ours:  # its process was killed while it wrote
         (tmp_path / "in-use.json").write_bytes(b"{")
     PeerStore(tmp_path)
-
-
-def test_of_two_tallies_the_larger_amounts_count_once() -> None:
-    alice, bob = b"a" * 32, b"b" * 32
-    on_disk = TallyRow(alice, (10.0, 0.0, 3.0, 0.0, 0.0))
-    published = (TallyRow(alice, (12.0, 0.0, 1.0, 0.0, 0.0)), TallyRow(bob, (1.0, 0.0, 0.0, 0.0, 0.0)))
-    assert merged((on_disk,), published) == (TallyRow(alice, (12.0, 0.0, 3.0, 0.0, 0.0)), published[1])
 
 
 @pytest.mark.skipif(not Path("/proc").exists(), reason="the state of a process is read there")

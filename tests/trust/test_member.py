@@ -34,9 +34,8 @@ class Asking:
             raise PeerUnreachable("the authority is away")
 
         access = RunAccess(RUN, "invite", admission, invitation=Invite(RUN, (), NOW))
-        dht, self.events, self.behind_s = DHT(peers, DHTSettings(), random.Random(0)), EventLog(), 0.0
-        ways = (lambda *_: Role.WORKER), (lambda: self.behind_s)
-        self.member = RunMember(peers, dht, admission, self.events, access, *ways)
+        dht, self.events, self.clock = DHT(peers, DHTSettings(), random.Random(0)), EventLog(), peers.clock
+        self.member = RunMember(peers, dht, admission, self.events, access)
         monkeypatch.setattr(self.member, "_request", request)
 
 
@@ -57,7 +56,7 @@ async def test_renewal_begins_at_half_of_life_and_asks_ever_less(monkeypatch: py
 @pytest.mark.virtual_time
 async def test_a_compensated_skew_is_reported_once(monkeypatch: pytest.MonkeyPatch) -> None:
     asking, told = Asking(monkeypatch), list[bool]()
-    for asking.behind_s in (30.0, 240.0, 241.0, 570.0, 600.0, 601.0, 20.0, 600.0, 601.0, 20.0, 1.0):
+    for asking.clock.behind_s in (30.0, 240.0, 241.0, 570.0, 600.0, 601.0, 20.0, 600.0, 601.0, 20.0, 1.0):
         before = len(asking.events.recent(Notice))
         await asking.member.tick()
         told.append(len(asking.events.recent(Notice)) > before)

@@ -3,18 +3,17 @@
 import asyncio
 import random
 from dataclasses import dataclass
-from functools import partial
 
 import pytest
 
-from colab_swarm.dht.service import DHT
+from colab_swarm.dht.service import BackgroundTasks
 from colab_swarm.errors import PeerError
 from colab_swarm.events import EventLog, Fault, Notice
 from colab_swarm.net.membership import MembershipAdmission
 from colab_swarm.net.peers import PeerId, short
 from colab_swarm.runtime import loop_now
 from colab_swarm.sim import HOME, SimNetwork, SimPeers
-from colab_swarm.trust.access import PERIOD_S, RevocationWatch, repeat
+from colab_swarm.trust.access import PULL_S, RevocationGossip
 from colab_swarm.trust.authority import ShareRevoked
 from tests.dht.swarm import join, swarm
 from tests.net.swarm import until
@@ -25,116 +24,95 @@ MALLORY = PeerId(b"m" * 32)
 
 
 @dataclass
-class Watcher:
+class Member:
     peers: SimPeers
-    dht: DHT
     admission: MembershipAdmission
-    watch: RevocationWatch
+    gossip: RevocationGossip
     events: EventLog
-    rechecked: list[float]
+
+    @property
+    def knows(self) -> bool:
+        return MALLORY in self.admission.revoked.subjects
+
+    @property
+    def learned_at(self) -> float:
+        (notice,) = self.events.recent(Notice)
+        return notice.at
 
 
-async def watchers(count: int, *, start: bool = True) -> tuple[SimNetwork, list[Watcher]]:
+def member(peers: SimPeers, authority: SimPeers, *, start: bool = True) -> Member:
+    admission = MembershipAdmission(RUN, authority=authority.public_key, own=peers.public_key)
+    events, rng = EventLog(), random.Random(peers.name)
+    gossip = RevocationGossip(peers, admission, events, rng)
+    if start:
+        BackgroundTasks("revocations", events, rng).every(PULL_S, gossip.pull)
+    return Member(peers, admission, gossip, events)
+
+
+async def run_of(count: int, *, start: bool = True) -> tuple[SimNetwork, list[Member]]:
     """The first one is the authority."""
-    network, members = await swarm(count, profile=HOME)
-    found = []
-    for index, member in enumerate(members):
-        own = member.peers.public_key
-        admission = MembershipAdmission(RUN, authority=members[0].peers.public_key, own=own)
-        events, rechecked = EventLog(), list[float]()
-        rng, spawn = random.Random(index), asyncio.get_running_loop().create_task
-        note = partial(lambda times: times.append(loop_now()), rechecked)
-        watch = RevocationWatch(member.peers, member.dht, admission, events, rng, note, spawn)
-        if start:
-            spawn(repeat(watch.poll, PERIOD_S, events, "looking for revocations", rng))
-            member.dht.start()
-        found.append(Watcher(member.peers, member.dht, admission, watch, events, rechecked))
-    return network, found
+    network, members = await swarm(count, profile=HOME, upkeep=start)
+    return network, [member(each.peers, members[0].peers, start=start) for each in members]
 
 
-def revoke(authority: Watcher, subject: PeerId = MALLORY) -> None:
+def revoke(authority: Member) -> None:
     sign, now = authority.peers.sign, authority.peers.time()
-    authority.admission.learn(authority.admission.revoked.adding(subject, now=now, sign=sign).encode())
-    authority.watch.spread()
+    authority.admission.learn(authority.admission.revoked.adding(MALLORY, now=now, sign=sign).encode())
+    authority.gossip.spread()
 
 
 @pytest.mark.virtual_time
 async def test_all_peers_know_a_revocation_within_a_minute() -> None:
-    _, found = await watchers(16)
+    _, found = await run_of(16)
     await asyncio.sleep(100.0)
     revoke(found[0])
     begun = loop_now()
     await asyncio.sleep(60.0)
-    late = [watcher.rechecked[0] - begun for watcher in found]
-    assert max(late) < 60.0 and all(MALLORY in watcher.admission.revoked.subjects for watcher in found)
+    assert all(one.knows for one in found) and max(one.learned_at for one in found[1:]) - begun < 60.0
     (notice,) = found[7].events.recent(Notice)
     assert notice.text == f"the authority removed 1 peers or invitations: {short(MALLORY)}"
-    assert not any(watcher.events.recent(Fault) for watcher in found)
-    alice, bob = (watcher.peers for watcher in found[:2])
+    assert not any(one.events.recent(Fault) for one in found)
+    alice, bob = (one.peers for one in found[:2])
     ask = ShareRevoked(found[0].admission.revoked.version)
     assert await alice.call(bob.id, ask, ShareRevoked, timeout_s=5) == ask, "no list for one that has it"
 
 
 @pytest.mark.virtual_time
 async def test_a_peer_that_was_cut_off_learns_of_a_revocation_soon_after_its_return() -> None:
-    network, found = await watchers(8)
+    network, found = await run_of(8)
     network.now().partition({"heidi"}, {"alice", "bob", "carol", "dave", "erin", "frank", "grace"})
     await asyncio.sleep(1.0)
     revoke(found[0])
     await asyncio.sleep(120.0)
-    assert not found[7].rechecked and all(watcher.rechecked for watcher in found[:7])
+    assert [one.knows for one in found] == [True] * 7 + [False]
     network.now().heal()
-    healed = loop_now()
     await asyncio.sleep(90.0)
-    assert found[7].rechecked[0] - healed < 90.0  # it finds the others again by then
+    assert found[7].knows  # it finds the others again by then
     assert [fault.name for fault in network.fired] == ["partition", "heal"]
 
 
 @pytest.mark.virtual_time
-async def test_the_news_outlives_the_authority() -> None:
-    network, found = await watchers(8)
+async def test_a_late_joiner_learns_of_a_revocation_while_the_authority_is_away() -> None:
+    network, found = await run_of(8)
     revoke(found[0])
     await asyncio.sleep(30.0)
-    assert found[0].peers.id in await found[1].dht.get(found[1].watch.key)
     network.now().crash("alice")
-    ivan = await join(network, "ivan", found[1].peers)
-    admission = MembershipAdmission(RUN, authority=found[0].admission.own, own=ivan.peers.public_key)
-    rng, spawn = random.Random(0), asyncio.get_running_loop().create_task
-    await RevocationWatch(ivan.peers, ivan.dht, admission, EventLog(), rng, lambda: None, spawn).poll()
-    assert admission.revoked.subjects == (MALLORY,)
+    late = await join(network, "ivan", found[1].peers)
+    ivan = member(late.peers, found[0].peers)
+    await asyncio.sleep(60.0)
+    assert ivan.knows
     assert [fault.name for fault in network.fired] == ["crash"]
 
 
 @pytest.mark.virtual_time
-async def test_members_that_stuff_the_key_do_not_hide_the_news() -> None:
-    _, found = await watchers(8, start=False)
-    for watcher in found[1:]:
-        assert await watcher.dht.publish(watcher.watch.key, bytes(30_000), ttl_s=3600)
-    revoke(found[0])
-    await asyncio.sleep(10.0)
-    assert found[0].peers.id in await found[1].dht.get(found[1].watch.key)
-
-
-@pytest.mark.virtual_time
-async def test_the_news_passes_from_peer_to_peer_where_the_dht_has_none() -> None:
-    _, found = await watchers(8)
-    for watcher in found[1:]:
-        watcher.watch.key = "another"
-    revoke(found[0])
-    await asyncio.sleep(60.0)
-    assert all(watcher.rechecked for watcher in found)
-
-
-@pytest.mark.virtual_time
 async def test_a_list_that_is_not_the_authority_s_changes_nothing() -> None:
-    _, found = await watchers(3, start=False)
-    alice, bob, carol = found
+    _, (alice, bob, carol) = await run_of(3, start=False)
     sign = bob.peers.sign
     forged = bob.admission.revoked.adding(MALLORY, now=9e9, sign=sign).encode()
     for rubbish in (forged, b"rubbish"):
         ask, peer = ShareRevoked(5, rubbish), carol.peers.id
         assert (await bob.peers.call(peer, ask, ShareRevoked, timeout_s=5)).version == 0
-    assert not carol.rechecked and not alice.rechecked
+    assert not carol.knows and not alice.knows
 
 
 async def test_a_revoked_peer_loses_its_links_everywhere_and_gets_none_again() -> None:
@@ -171,16 +149,3 @@ async def test_only_the_authority_revokes_others_and_it_remembers_after_a_restar
         await here.leave(authority)
         again = await here.start("authority")
         assert again.admission.revoked.subjects == (MALLORY,)
-
-
-@pytest.mark.virtual_time
-async def test_background_work_that_fails_emits_an_event_and_is_done_again() -> None:
-    async def fail() -> None:
-        raise ZeroDivisionError("a bug")
-
-    events = EventLog()
-    with pytest.raises(TimeoutError):
-        async with asyncio.timeout(1.5 * PERIOD_S):
-            await repeat(fail, PERIOD_S, events, "looking for revocations", random.Random(0))
-    faults = [(fault.where, fault.text) for fault in events.recent(Fault) if isinstance(fault, Fault)]
-    assert faults == [("looking for revocations", "ZeroDivisionError: a bug")] * 2
