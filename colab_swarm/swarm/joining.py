@@ -95,7 +95,7 @@ def create(
         if mailbox and saved is None:
             checked_address(mailbox)
         options, identity = _with_identity(options, store)
-        run_access = RunAccess.found(
+        run_access = RunAccess.create(
             name, identity, access=access, allow=allow, mailbox=mailbox, key_file=options.identity
         )
         # a key file stands for the same peer of the same run
@@ -168,7 +168,9 @@ def join(
         options, identity = _with_identity(options, store)
         token = _token_for(invitation, consent=send_hf_token)
         membership = b"" if saved is None else saved.membership
-        run_access = RunAccess.by(invitation, identity, token=token, membership=membership, mailbox=mailbox)
+        run_access = RunAccess.from_invitation(
+            invitation, identity, token=token, membership=membership, mailbox=mailbox
+        )
         return _open(run_access, identity, peer_name, options, store)
 
 
@@ -345,7 +347,7 @@ def peers_in_bucket(invitation: Invite, mailbox: str = "", *, name: str = "model
 
     Raises `JoinError` if the run is not there or has had no round, and ValueError and `BucketError` as `join`.
     """
-    access = RunAccess.by(invitation, Identity(), mailbox=_mailbox_of(invitation, mailbox))
+    access = RunAccess.from_invitation(invitation, Identity(), mailbox=_mailbox_of(invitation, mailbox))
     prefix = f"{access.run_id}/{name}"
 
     async def look() -> list[PeerRow]:

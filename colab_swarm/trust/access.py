@@ -16,7 +16,6 @@ import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from colab_swarm.dht.service import DHT, BackgroundTasks
 from colab_swarm.errors import CallRefused, JoinError, NotAdmitted, PeerError, ProtocolError, require
@@ -108,7 +107,7 @@ class RunMember:
         try:
             await self._request(proof)
         except CallRefused as error:
-            raise JoinError(self._words_of(error)) from error
+            raise JoinError(self._reason_of(error)) from error
         except PeerError as error:
             raise JoinError(
                 "only the organizer's peer can admit you by this invitation, and it cannot be reached: "
@@ -121,7 +120,7 @@ class RunMember:
         if self.access.invitation is not None:
             await self._renew_if_due()
         self._unaware &= self.node.linked()
-        await asyncio.gather(*map(self._present, self._unaware))
+        await asyncio.gather(*map(self._show_membership, self._unaware))
 
     def _check_clock(self) -> None:
         behind_s = self.node.clock.behind_s
@@ -157,9 +156,9 @@ class RunMember:
         left_s = held.expires_at - now
         is_refused = isinstance(error, CallRefused) and error.code == "refused"
         if is_refused:
-            why = self._words_of(error)
+            why = self._reason_of(error)
         else:
-            why = f"the organizer's peer cannot be reached for a new one: {self._words_of(error)}"
+            why = f"the organizer's peer cannot be reached for a new one: {self._reason_of(error)}"
         if is_refused or left_s < (held.expires_at - held.issued_at) / 4:
             text = f"membership ends in {max(0.0, left_s) / 3600:.1f} h: {why}"
             self.events.emit(Notice(loop_now(), text))
@@ -176,11 +175,11 @@ class RunMember:
         self.admission.membership = answer.membership
         return issued
 
-    def _words_of(self, error: PeerError) -> str:
+    def _reason_of(self, error: PeerError) -> str:
         # the authority's refusal without its id in front
         return str(error).removeprefix(f"{short(id_of(self.admission.authority))}: ")
 
-    async def _present(self, peer: PeerId) -> None:
+    async def _show_membership(self, peer: PeerId) -> None:
         try:
             message = IssuedMembership(self.admission.membership)
             await self.node.call(peer, message, Ack, timeout_s=CALL_TIMEOUT_S)
@@ -340,7 +339,7 @@ class RunAccess:
     tally: Tally = ()
 
     @classmethod
-    def found(
+    def create(
         cls,
         name: str,
         identity: Identity,
@@ -384,7 +383,7 @@ class RunAccess:
         return cls(book.run_id, access, admission, book=book, allow=allow, mailbox=mailbox)
 
     @classmethod
-    def by(
+    def from_invitation(
         cls,
         invitation: Invite,
         identity: Identity,
@@ -393,29 +392,33 @@ class RunAccess:
         membership: bytes = b"",
         mailbox: str = "",
     ) -> "RunAccess":
-        """Join a run.
+        """Join a run by an invitation.
 
-        Args:
-            invitation: admits this peer.
-            identity: of this peer.
-            token: of Hugging Face, if the run asks for one.
-            membership: of an earlier session, if any.
-            mailbox: the address that this peer opens; its folder may have another path here than in the invitation.
+        ``token`` is of Hugging Face, if the run asks for one; ``membership`` of an earlier session, if any. The folder
+        of a ``mailbox`` may have another path here than in the invitation.
         """
         run_id = invitation.run_id
         admission = None
         if invitation.grant is not None:
             admission = MembershipAdmission(run_id, authority=invitation.authority, own=identity.public_key)
-        own: dict[str, Any] = {"invitation": invitation, "mailbox": mailbox}
-        return cls(run_id, invitation.access, admission, token, membership, **own)
+        return cls(
+            run_id,
+            invitation.access,
+            admission,
+            token=token,
+            membership=membership,
+            invitation=invitation,
+            mailbox=mailbox,
+        )
 
     @property
     def entries(self) -> tuple[Contact, ...]:
-        found: dict[PeerId, Contact] = {}
-        for contact in (*self.known, *(self.invitation.entries if self.invitation else ())):
-            before = found.get(contact.id, contact).addresses
-            found[contact.id] = Contact(contact.id, tuple(dict.fromkeys((*before, *contact.addresses))))
-        return tuple(found.values())
+        """Peers to dial first: those known from an earlier session, then those of the invitation."""
+        addresses: dict[PeerId, dict[str, None]] = {}
+        invited = () if self.invitation is None else self.invitation.entries
+        for contact in (*self.known, *invited):
+            addresses.setdefault(contact.id, {}).update(dict.fromkeys(contact.addresses))
+        return tuple(Contact(peer, tuple(each)) for peer, each in addresses.items())
 
     def invite(
         self,
@@ -441,7 +444,7 @@ class RunAccess:
         own_settings = {} if self.invitation is None else self.invitation.settings
         if settings is None:
             settings = own_settings
-        entries = self._ways_in(peers)
+        entries = self._reachable(peers)
         if closed and authority is None:
             assert self.invitation is not None  # only the authority has none
             chosen = limited or hours is not None or dict(settings) != own_settings
@@ -472,7 +475,8 @@ class RunAccess:
         signed = SignedMailbox(self.run_id, self.mailbox).signed(peers.sign)
         return made.with_mailbox(self.mailbox, peers.public_key, signed.signature)
 
-    def _ways_in(self, peers: Node) -> tuple[Contact, ...]:
+    def _reachable(self, peers: Node) -> tuple[Contact, ...]:
+        """Return the entries of a new invitation: peers that can be dialled, directly if possible."""
         contacts: list[Contact] = []
         if self.admission is not None:
             contacts.append(peers.contact_of(id_of(self.admission.authority)))

@@ -33,13 +33,13 @@ logger = logging.getLogger(__name__)
 MEMBER_S = 7 * 24 * 3600.0
 LISTED_MEMBER_S = 4 * 3600.0
 GRACE_S = 7 * 24 * 3600.0  # how long an ended membership can be renewed
-Shown = Annotated[bytes, msgspec.Meta(max_length=MAX_MEMBERSHIP_BYTES)]
+EncodedMembership = Annotated[bytes, msgspec.Meta(max_length=MAX_MEMBERSHIP_BYTES)]
 
 
 class RequestMembership(Message, frozen=True):
     """To the authority; ``proof`` is an invitation's or an earlier membership, ``token`` of Hugging Face."""
 
-    proof: Shown
+    proof: EncodedMembership
     token: Annotated[str, msgspec.Meta(max_length=512)] = ""
 
     def __repr__(self) -> str:
@@ -49,7 +49,7 @@ class RequestMembership(Message, frozen=True):
 class IssuedMembership(Message, frozen=True):
     """The authority's answer. Its owner shows a renewed one to linked peers, who answer `Ack`."""
 
-    membership: Shown
+    membership: EncodedMembership
 
 
 class ShareRevoked(Message, frozen=True):
@@ -190,11 +190,11 @@ class Authority:
         logger.info("%s %s is a %s until %.0f", short(peer), name, proof.role.name.lower(), end)
         return IssuedMembership(encoded)
 
-    def _proof_of(self, peer: PeerId, shown: bytes) -> Membership:
+    def _proof_of(self, peer: PeerId, encoded: bytes) -> Membership:
         try:
-            proof = Membership.decode(shown)
+            proof = Membership.decode(encoded)
             require(id_of(proof.key) == peer, "it shows the membership of another peer", NotAdmitted)
-            self.admission.inspect(proof.key, shown)
+            self.admission.inspect(proof.key, encoded)
             now = self.peers.time()
             self.admission.require_met(proof, now=now)
             late_s = now - proof.expires_at - (GRACE_S if proof.grant is None else 0.0)

@@ -17,7 +17,6 @@ import math
 import random
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass
 from typing import Annotated, Literal, TypeAlias, get_args
 
 import msgspec
@@ -25,7 +24,6 @@ import msgspec
 from colab_swarm.averaging.group import Group, Span
 from colab_swarm.errors import PeerError, require
 from colab_swarm.markup import count, facts, plain, size
-from colab_swarm.net.membership import Key
 from colab_swarm.net.node import Node
 from colab_swarm.net.peers import Message, PeerId, Role, remember, short
 
@@ -42,32 +40,15 @@ COLUMNS = ("", "peer", "id", "samples", "averaged for others", "relayed for othe
 Amount: TypeAlias = Annotated[float, msgspec.Meta(ge=0.0, le=MAX_AMOUNT)]
 
 
-class TallyRow(Message, frozen=True):
-    """What one peer contributed, as another saw it; amounts in the order of `KINDS`."""
-
-    peer: Key
-    amounts: Annotated[tuple[Amount, ...], msgspec.Meta(min_length=len(KINDS), max_length=len(KINDS))]
-
-
-Tally: TypeAlias = Annotated[tuple[TallyRow, ...], msgspec.Meta(max_length=MAX_ROWS)]
-
-
-class ShareTally(Message, frozen=True):
-    """Both ways: what the sender saw others contribute."""
-
-    tally: Tally
-
-
-@dataclass(frozen=True, repr=False)
-class Contribution:
+class Contribution(Message, frozen=True):
     """What a peer contributed to the swarm, as other peers saw it."""
 
-    peer: PeerId
-    samples: float = 0.0
-    reduced_bytes: float = 0.0
-    relayed_bytes: float = 0.0
-    units: float = 0.0
-    expert_calls: float = 0.0
+    peer: Annotated[PeerId, msgspec.Meta(min_length=32, max_length=32)]
+    samples: Amount = 0.0
+    reduced_bytes: Amount = 0.0
+    relayed_bytes: Amount = 0.0
+    units: Amount = 0.0
+    expert_calls: Amount = 0.0
 
     def __repr__(self) -> str:
         words = [short(self.peer)]
@@ -78,24 +59,33 @@ class Contribution:
         return f"Contribution({', '.join(words)})"
 
 
+# what one peer saw the others contribute
+Tally: TypeAlias = Annotated[tuple[Contribution, ...], msgspec.Meta(max_length=MAX_ROWS)]
+
+
+class ShareTally(Message, frozen=True):
+    """Both ways: what the sender saw others contribute."""
+
+    tally: Tally
+
+
 class ContributionLedger:
     """One peer's tally of the others' contributions. Free of I/O."""
 
     def __init__(self, own: PeerId) -> None:
         self._own = own
         self._totals: dict[tuple[Kind, PeerId], int] = {}
-        self._amounts: dict[PeerId, list[float]] = {}
+        self._amounts: dict[PeerId, dict[Kind, float]] = {}
 
     def credit(self, peer: PeerId, kind: Kind, amount: float) -> None:
         """Count a contribution, none of this peer itself; ValueError unless finite and >= 0."""
         require(0 <= amount < math.inf, f"{amount} {kind} cannot be credited")
         if peer == self._own or not amount:
             return
-        amounts = self._amounts.setdefault(peer, [0.0] * len(KINDS))
-        index = KINDS.index(kind)
-        amounts[index] = min(amounts[index] + amount, MAX_AMOUNT)
+        amounts = self._amounts.setdefault(peer, dict.fromkeys(KINDS, 0.0))
+        amounts[kind] = min(amounts[kind] + amount, MAX_AMOUNT)
         if len(self._amounts) > 2 * MAX_ROWS:
-            self._amounts = dict(self._largest())
+            self._amounts = self._largest()
 
     def on_totals(self, kind: Kind, totals: Mapping[PeerId, int], part: float = 1.0) -> None:
         """Count what others did for this peer since the last time, a ``part`` of it; ``totals`` began at its start."""
@@ -126,32 +116,35 @@ class ContributionLedger:
                 self.credit(member.id, "reduced_bytes", float(span.numel * VALUE_BYTES))
 
     def tally(self) -> Tally:
-        return tuple(TallyRow(peer, tuple(amounts)) for peer, amounts in self._largest())
+        return tuple(Contribution(peer, **amounts) for peer, amounts in self._largest().items())
 
     def resume(self, tally: Tally) -> None:
-        for row in tally:
-            for kind, amount in zip(KINDS, row.amounts, strict=True):
-                self.credit(PeerId(row.peer), kind, amount)
+        for contribution in tally:
+            for kind in KINDS:
+                self.credit(contribution.peer, kind, getattr(contribution, kind))
 
-    def _largest(self) -> list[tuple[PeerId, list[float]]]:
-        totals = [sum(column) or 1.0 for column in zip(*self._amounts.values(), strict=True)]
+    def _largest(self) -> dict[PeerId, dict[Kind, float]]:
+        """Return the `MAX_ROWS` peers with the largest parts of what all contributed, the largest first."""
+        totals = {kind: sum(amounts[kind] for amounts in self._amounts.values()) or 1.0 for kind in KINDS}
         parts = {}
         for peer, amounts in self._amounts.items():
-            parts[peer] = sum(amount / total for amount, total in zip(amounts, totals, strict=True))
-        return sorted(self._amounts.items(), key=lambda entry: parts[entry[0]], reverse=True)[:MAX_ROWS]
+            parts[peer] = sum(amounts[kind] / totals[kind] for kind in KINDS)
+        largest = sorted(parts, key=lambda peer: parts[peer], reverse=True)
+        return {peer: self._amounts[peer] for peer in largest[:MAX_ROWS]}
 
 
 def sum_tallies(tallies: Mapping[PeerId, Tally]) -> tuple[Contribution, ...]:
-    """Add up the tallies by their writers, most samples first. A writer's row of itself does not count."""
-    sums: dict[PeerId, list[float]] = {}
+    """Add up the tallies by their writers, most samples first. What a writer says of itself does not count."""
+    sums: dict[PeerId, dict[Kind, float]] = {}
     for writer, tally in tallies.items():
-        # of several rows of one peer, the last
-        amounts_by_peer = {PeerId(row.peer): row.amounts for row in tally}
-        amounts_by_peer.pop(writer, None)
-        for peer, amounts in amounts_by_peer.items():
-            before = sums.get(peer, [0.0] * len(KINDS))
-            sums[peer] = [sum(pair) for pair in zip(before, amounts, strict=True)]
-    contributions = [Contribution(peer, *amounts) for peer, amounts in sums.items()]
+        # a tally counts once for each peer
+        by_peer = {contribution.peer: contribution for contribution in tally}
+        by_peer.pop(writer, None)
+        for peer, contribution in by_peer.items():
+            amounts = sums.setdefault(peer, dict.fromkeys(KINDS, 0.0))
+            for kind in KINDS:
+                amounts[kind] += getattr(contribution, kind)
+    contributions = [Contribution(peer, **amounts) for peer, amounts in sums.items()]
     contributions.sort(key=lambda credit: (-credit.samples, -credit.reduced_bytes, credit.peer))
     return tuple(contributions)
 

@@ -397,7 +397,7 @@ def coordinate(
     key_file = _folder(job, options) / "organizer.key"
     key_file.parent.mkdir(parents=True, exist_ok=True)
     identity = Identity.load_or_create(key_file)
-    entrance = RunAccess.found(job.name, identity, access=access, allow=None, key_file=key_file)
+    entrance = RunAccess.create(job.name, identity, access=access, allow=None, key_file=key_file)
     return open_coordinator(job, entrance, Token(identity), options)
 
 

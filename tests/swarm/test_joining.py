@@ -28,7 +28,7 @@ ALONE = NetworkOptions(lan=False, use_relays=False)
 
 async def founded() -> tuple[PeerServices, NetworkSession, Invite]:
     own = identity("authority")
-    found = RunAccess.found("my-run", own, access="invite", allow=None, key_file=None)
+    found = RunAccess.create("my-run", own, access="invite", allow=None, key_file=None)
     services, network = await _start(found, own, "authority", ALONE, None, 0.0)
     return services, network, found.invite(network.node, network.trust.authority)
 
@@ -61,7 +61,7 @@ def test_a_peer_that_fails_after_opening_its_tunnel_leaves_nothing_open(
         monkeypatch.setattr(Tunnel, "_stop", stop)
         monkeypatch.setattr(Tunnel, "_wait_lost", lambda tunnel: asyncio.Event().wait())
         monkeypatch.setattr(ReachabilityWatch, "verify", stuck)
-        access = RunAccess.by(invitation, identity("alice"))
+        access = RunAccess.from_invitation(invitation, identity("alice"))
         options = NetworkOptions(lan=False, tunnel=TunnelSettings("ngrok"))
         joining = asyncio.ensure_future(_start(access, identity("alice"), "alice", options, None, 0.0))
         await there.wait()

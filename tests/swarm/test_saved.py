@@ -38,7 +38,7 @@ def contact(number: int) -> Contact:
 def stored_in(folder: Path, options: NetworkOptions = OPTIONS) -> PeerStore:
     store = PeerStore(folder)
     identity = Identity.load_or_create(store.key_file)
-    access = RunAccess.found("my-run", identity, access="open", allow=None, key_file=store.key_file)
+    access = RunAccess.create("my-run", identity, access="open", allow=None, key_file=store.key_file)
     store.begin(SavedPeer(module.VERSION, access.run_id, "open", "alice", "", None, options.to_saved()))
     store.write([contact(1)], b"membership", ())
     return store

@@ -66,7 +66,7 @@ class Peer:
 
 def found(name: str = "my-run", *, access: Access = "invite", key_file: Path | None = None) -> RunAccess:
     allow = ALLOW if access == "allowlist" else None
-    return RunAccess.found(name, identity("authority"), access=access, allow=allow, key_file=key_file)
+    return RunAccess.create(name, identity("authority"), access=access, allow=allow, key_file=key_file)
 
 
 class Run:
@@ -83,7 +83,7 @@ class Run:
         """The authority if there is no invitation; raises JoinError if the peer is not let in."""
         events, clock, own, access = EventLog(), clock or Clock(), identity(name), self.access
         if invite is not None:
-            access = RunAccess.by(invite, own, token=token)
+            access = RunAccess.from_invitation(invite, own, token=token)
         elif access.admission is not None:  # as after a restart
             key = own.public_key
             access = replace(access, admission=MembershipAdmission(access.run_id, authority=key, own=key))

@@ -56,13 +56,15 @@ def test_a_run_that_cannot_be_created_says_why(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no run name"):
         found("My Run")
     with pytest.raises(ValueError, match="need each other"):
-        RunAccess.found("my-run", identity("a"), access="invite", allow=ALLOW, key_file=None)
+        RunAccess.create("my-run", identity("a"), access="invite", allow=ALLOW, key_file=None)
 
 
 async def test_a_token_is_in_no_repr() -> None:
     assert repr(RequestMembership(b"proof", "hf_secret")) == "RequestMembership(5 bytes, a token)"
     async with run_with() as (here, _):
-        shown = repr(RunAccess.by(invitation := here.invite(), identity("alice"), token="hf_secret"))
+        shown = repr(
+            RunAccess.from_invitation(invitation := here.invite(), identity("alice"), token="hf_secret")
+        )
         assert "hf_secret" not in shown and repr(invitation.secret) not in shown
 
 

@@ -12,14 +12,12 @@ from colab_swarm.averaging.group import Group, GroupMember, RoundTerms
 from colab_swarm.net.peers import PeerId, Role
 from colab_swarm.sim import SimNetwork
 from colab_swarm.trust.contributions import (
-    KINDS,
     MAX_ROWS,
     Contribution,
     ContributionLedger,
     Contributions,
     ShareTally,
     Tally,
-    TallyRow,
     sum_tallies,
 )
 from tests.trust.run import run_with
@@ -96,7 +94,7 @@ def test_no_peer_credits_itself() -> None:
     ledger = ContributionLedger(peer(0))
     ledger.credit(peer(0), "units", 5)
     assert ledger.tally() == ()
-    own, row = TallyRow(peer(0), (9.0,) * 5), TallyRow(peer(1), (1.0, 0, 0, 0, 0))
+    own, row = Contribution(peer(0), units=9.0), Contribution(peer(1), samples=1.0)
     forged = (own, row, row)  # and no other twice
     assert sum_tallies({peer(0): forged}) == (Contribution(peer(1), samples=1.0),)
 
@@ -120,7 +118,7 @@ def test_a_callers_experts_are_credited_to_their_hosts_once_each() -> None:
 def test_nonsense_is_not_credited(amount: float) -> None:
     with pytest.raises(ValueError, match="cannot be credited"):
         ContributionLedger(peer(0)).credit(peer(1), "samples", amount)
-    row = TallyRow(peer(1), (amount, 0.0, 0.0, 0.0, 0.0))
+    row = Contribution(peer(1), amount)
     with pytest.raises(msgspec.ValidationError):
         msgspec.msgpack.decode(msgspec.msgpack.encode(ShareTally((row,))), type=ShareTally)
 
@@ -130,11 +128,11 @@ def test_the_tally_is_bounded_and_keeps_the_largest() -> None:
     for i in range(3 * MAX_ROWS):
         ledger.credit(PeerId(i.to_bytes(32)), "units", 1.0 + i)
     tally = ledger.tally()
-    assert len(tally) == MAX_ROWS and tally[0].amounts[KINDS.index("units")] == 3 * MAX_ROWS
+    assert len(tally) == MAX_ROWS and tally[0].units == 3 * MAX_ROWS
 
 
 def units(amount: float) -> Tally:
-    return (TallyRow(peer(9), (0.0, 0.0, 0.0, amount, 0.0)),)
+    return (Contribution(peer(9), units=amount),)
 
 
 @pytest.mark.virtual_time

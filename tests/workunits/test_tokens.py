@@ -131,7 +131,7 @@ URL = "http://192.0.2.7:8000/"
 
 
 def issued(access: Access = "invite", hours: float = 1.0) -> tuple[str, RunAccess]:
-    entrance = RunAccess.found("digits", organizer, access=access, allow=None, key_file=None)
+    entrance = RunAccess.create("digits", organizer, access=access, allow=None, key_file=None)
     return str(invitation_at(URL, issue(entrance, organizer, hours=hours))), entrance
 
 
@@ -172,7 +172,7 @@ def test_text_that_is_no_link_is_refused_with_a_reason(text: str, message: str) 
 
 def test_a_link_to_a_run_with_an_allowlist_admits_nobody_by_itself() -> None:
     allow = Allowlist(("alice",))
-    entrance = RunAccess.found("digits", organizer, access="allowlist", allow=allow, key_file=None)
+    entrance = RunAccess.create("digits", organizer, access="allowlist", allow=allow, key_file=None)
     _, invite = parse_link(str(invitation_at(URL, issue(entrance, organizer, hours=1.0))))
     with pytest.raises(InviteError, match="admits each peer"):
         token_by(invite, alice)
@@ -203,6 +203,6 @@ def test_a_link_shows_itself_but_its_repr_holds_no_secret(monkeypatch: pytest.Mo
     ],
 )
 def test_a_link_to_a_private_address_says_who_can_use_it(url: str, local: bool) -> None:
-    entrance = RunAccess.found("digits", organizer, access="open", allow=None, key_file=None)
+    entrance = RunAccess.create("digits", organizer, access="open", allow=None, key_file=None)
     warning = invitation_at(url, issue(entrance, organizer, hours=1.0)).warning
     assert ("same local network" in warning and "tunnel=" in warning) is local
