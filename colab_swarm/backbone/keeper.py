@@ -6,21 +6,17 @@ download the state from it. A checkpoint is made of a snapshot, without torch or
 equals that of `SwarmOptimizer.save`: a trainer loads it, or the folder, with ``optimizer.load``.
 
 A trainer's record reports the mean loss of its samples since the last global step. Of each step the
-curve takes the median over the trainers, weighted by their speeds. No weight exceeds the median
-weight, so a lying minority cannot move the curve, and a peer with few samples moves it little.
+curve takes the median over the trainers, so a lying minority cannot move it.
 """
 
 import asyncio
 import contextlib
 import importlib.util
 import logging
-import math
 import queue
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
-from itertools import accumulate
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -28,6 +24,7 @@ from typing import Any
 import msgspec
 
 from colab_swarm.backbone.config import CollaborationFile, Forward
+from colab_swarm.dht.service import BackgroundTasks
 from colab_swarm.errors import PeerError, StateError, require
 from colab_swarm.events import Fault
 from colab_swarm.files import StepFiles
@@ -49,11 +46,9 @@ TTL_S = 4 * PUBLISH_S
 GONE_S = 0.5
 SILENCE_S = 6.0  # trainers that are not linked here count as gone after this
 MAX_POINTS = 2000  # beyond that every other one is left out, but never of the newest quarter
-MAX_WAITING = 1000
+MAX_LOSS = 1e9
 FORWARD_S = 5.0
 RESUMED_BY = {"wandb": "id", "trackio": "name"}  # the argument of ``init`` that finds a run again
-FIRST_PUSH_RETRY_S = 60.0
-MAX_PUSH_RETRY_S = 3600.0
 HUB_FILE = "state.safetensors"
 CARD = """---
 tags:
@@ -77,7 +72,7 @@ class LossPoint(msgspec.Struct, frozen=True):
 
     step: int  # updates of the parameters that it was measured with
     at: float  # seconds since the epoch
-    loss: float  # weighted median over the peers
+    loss: float  # median over the peers
     peers: int  # how many reported a loss
 
 
@@ -86,7 +81,7 @@ class LossCurve:
 
     def __init__(self, points: Iterable[LossPoint] = ()) -> None:
         self.points: list[LossPoint] = []
-        self._reported: dict[int, dict[PeerId, tuple[float, float]]] = {}  # step -> peer -> (loss, weight)
+        self._reported: dict[int, dict[PeerId, float]] = {}  # step -> peer -> loss
         for point in points:
             self._add(point)
 
@@ -103,28 +98,24 @@ class LossCurve:
             self._report(peer, record, branch.step)
         points = []
         for step in sorted(step for step in self._reported if step < branch.step):
-            reported = self._reported.pop(step).values()
-            _, weights = zip(*reported, strict=True)
-            most = median(weights)
-            loss = weighted_median([(loss, min(weight, most) or 1.0) for loss, weight in reported])
-            points.append(LossPoint(step, at, loss, len(reported)))
+            losses = self._reported.pop(step).values()
+            points.append(LossPoint(step, at, median(losses), len(losses)))
             self._add(points[-1])
         return points
 
     def _report(self, peer: PeerId, record: ProgressRecord, now: int) -> None:
         """Take the loss of a record of the swarm's step ``now`` or the one before."""
-        # of the batch that has just ended
-        if record.samples:
-            step = record.step
-        else:
-            step = record.step - 1
-        first = max(self.points[-1].step + 1 if self.points else 0, now - 1)
         if record.loss is None or record.syncing:
-            loss = math.nan
-        else:
-            loss = record.loss
-        if first <= step <= now and abs(loss) < 1e9:
-            self._reported.setdefault(step, {})[peer] = (loss, record.samples_per_s)
+            return
+        step = record.step
+        if not record.samples:
+            step -= 1  # of the batch that has just ended
+        first = max(0, now - 1)
+        if self.points:
+            first = max(first, self.points[-1].step + 1)
+        # a loss that is not a number is not below any bound
+        if first <= step <= now and abs(record.loss) < MAX_LOSS:
+            self._reported.setdefault(step, {})[peer] = record.loss
 
     def loss_at(self, step: int) -> float | None:
         """Return the loss at a step, or the last one before it."""
@@ -139,53 +130,38 @@ class LossCurve:
             self.points = self.points[:old:2] + self.points[old:]
 
 
-def weighted_median(weighted: Sequence[tuple[float, float]]) -> float:
-    """Return the least value with at least half of the weight (> 0) up to it; of two the mean."""
-    values = sorted(weighted)
-    passed = list(accumulate(weight for _, weight in values))
-    half = passed[-1] / 2
-    index = next(i for i, weight in enumerate(passed) if weight >= half or math.isclose(weight, half))
-    between = math.isclose(passed[index], half) and index + 1 < len(values)
-    if between:
-        return (values[index][0] + values[index + 1][0]) / 2
-    return values[index][0]
-
-
 class Forwarder:
-    """Logs points to a tracker, whose package must be installed; loses those that it cannot reach."""
+    """Logs points to a tracker, whose package must be installed; loses those that it cannot reach.
+
+    The tracker's first connection may take long, so it has a thread of its own.
+    """
 
     def __init__(self, settings: Forward, prefix: str) -> None:
         require(importlib.util.find_spec(settings.to), f"to forward losses: pip install {settings.to}")
         self._settings = settings
         self._run_id = prefix.replace("/", "-")
-        self._waiting: queue.Queue[LossPoint | None] = queue.Queue(MAX_WAITING)
+        self._waiting = queue.SimpleQueue[LossPoint | None]()
         self._thread = threading.Thread(target=self._run, name="colab-swarm-forward", daemon=True)
         self._thread.start()
 
     def forward(self, points: Sequence[LossPoint]) -> None:
-        try:
-            for point in points:
-                self._waiting.put_nowait(point)
-        except queue.Full:
-            logger.warning("%s is too slow: points are lost", self._settings.to)
+        for point in points:
+            self._waiting.put(point)
 
     def close(self) -> None:
         """Log the waiting points and finish, in `FORWARD_S` at most."""
-        try:
-            self._waiting.put(None, timeout=FORWARD_S)
-            self._thread.join(FORWARD_S)
-        except queue.Full:
-            logger.warning("%s does not answer: points are lost", self._settings.to)
+        self._waiting.put(None)
+        self._thread.join(FORWARD_S)
 
     def _run(self) -> None:
         tracker: Any = None
         while (point := self._waiting.get()) is not None:
             try:
                 if tracker is None:
-                    began = importlib.import_module(self._settings.to)
+                    module = importlib.import_module(self._settings.to)
                     run = {RESUMED_BY[self._settings.to]: self._run_id}
-                    began.init(project=self._settings.project, resume="allow", **run)
-                    tracker = began
+                    module.init(project=self._settings.project, resume="allow", **run)
+                    tracker = module
                 tracker.log({"loss": point.loss, "trainers": float(point.peers)}, step=point.step)
             except Exception as error:  # a tracker's errors are its own
                 logger.warning("step %d not forwarded to %s: %s", point.step, self._settings.to, error)
@@ -237,19 +213,13 @@ class Vault(StepFiles):
 class HubPush:
     """Pushes a collaboration's newest checkpoint, in a thread; the run survives all its errors.
 
-    It pushes `newest`, path and title, when its time has come, unless a newer one replaced it.
-    ``token`` may write; None for the login of this machine. ``endpoint`` None is the usual Hub. The
-    wait ``retry_s`` after a failure doubles with each. ``state`` tells the last push in words.
-    Raises ValueError if huggingface_hub is not installed.
+    It pushes `newest`, path and title, when it changes, at most once in ``push_every_minutes``, also
+    after a failure. ``token`` may write; None for the login of this machine. ``endpoint`` None is the
+    usual Hub. ``state`` tells the last push in words. Raises ValueError without huggingface_hub.
     """
 
     def __init__(
-        self,
-        settings: CollaborationFile,
-        *,
-        token: str | None = None,
-        endpoint: str | None = None,
-        retry_s: float = FIRST_PUSH_RETRY_S,
+        self, settings: CollaborationFile, *, token: str | None = None, endpoint: str | None = None
     ) -> None:
         try:
             from huggingface_hub import HfApi
@@ -259,7 +229,6 @@ class HubPush:
         disable_progress_bars()
         self._api = HfApi(endpoint=endpoint, token=token)
         self._settings = settings
-        self._retry_s = retry_s
         self.newest: tuple[Path, str] | None = None
         self._closed = threading.Event()
         self.state = f"{settings.repo}: nothing pushed yet"
@@ -272,27 +241,22 @@ class HubPush:
 
     def _run(self) -> None:
         every_s = 60 * self._settings.push_every_minutes
-        retry_s = self._retry_s
         pushed = None
-        wait_s = 0.0
-        while not self._closed.wait(wait_s):
+        while not self._closed.wait(min(1.0, every_s)):
             newest = self.newest
             if newest is None or newest is pushed:
-                wait_s = min(1.0, every_s)
                 continue
+            path, title = newest
             try:
-                self._push(*newest)
-                done = "pushed"
+                self._push(path, title)
                 pushed = newest
-                wait_s = every_s
-                retry_s = self._retry_s
+                self.state = f"{self._settings.repo}: {title} pushed"
             except Exception as error:  # the Hub's and the network's errors are many: all are retried
                 self.failures += 1
-                done = f"not pushed ({type(error).__name__}), again in {retry_s:.0f} s"
-                logger.warning("%s not pushed to %s: %s", newest[1], self._settings.repo, error)
-                wait_s = retry_s
-                retry_s = min(2 * retry_s, MAX_PUSH_RETRY_S)
-            self.state = f"{self._settings.repo}: {newest[1]} {done}"
+                again = f"again in {self._settings.push_every_minutes:g} min"
+                self.state = f"{self._settings.repo}: {title} not pushed ({type(error).__name__}), {again}"
+                logger.warning("%s not pushed to %s, %s: %s", title, self._settings.repo, again, error)
+            self._closed.wait(every_s)
 
     def _push(self, path: Path, title: str) -> None:
         from huggingface_hub import CommitOperationAdd
@@ -337,25 +301,30 @@ class Keeper:
         self._prefix = prefix
         self._name = name
         self.settings = settings
-        self.hub = hub
+        self._hub = hub
         self._on_standing_in = on_standing_in
-        if forward is None:
-            self._forwarder = None
-        else:
+        self._forwarder = None
+        if forward is not None:
             self._forwarder = Forwarder(forward, prefix)
         self._losses = folder / "losses.jsonl"
         self.curve = LossCurve(read_losses(self._losses))  # continues after a restart
         self.view = SwarmView(services.peers.id, WATCHING, prefix)
-        self._last_branch: Branch | None = None
+        self.branch: Branch | None = None  # that the swarm is on; None while nobody trains
         self._heard_at = float("-inf")
         self._stop_listening = services.peers.on_lost(self._on_lost)
         self.vault = Vault(folder, keep=settings.keep)
         self._saved_step = self.vault.newest_step
         self._saved_at = time.time()
         self.stored: Snapshot | None = None  # for late joiners, while there are no trainers
-        self._published_at = self._failed_at = float("-inf")
+        self._published_at = float("-inf")
+        self._failed_at = float("-inf")
+        self._tasks = BackgroundTasks(f"keeping {prefix}", services.events, services.rng)
         self._saving: asyncio.Task[None] | None = None
-        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def trainers(self) -> dict[PeerId, ProgressRecord]:
+        me = self._services.peers.id
+        return {peer: record for peer, record in self.view.all.items() if peer != me}
 
     @property
     def standing_in(self) -> int | None:
@@ -363,51 +332,41 @@ class Keeper:
         return None if self.stored is None else self.stored.manifest.step
 
     def kept(self) -> KeptModel:
-        kept = KeptModel(self.vault.checkpoints, self.standing_in)
-        if self.hub is None:
-            return kept
-        return replace(kept, hub=self.hub.state, hub_failures=self.hub.failures)
+        if self._hub is None:
+            return KeptModel(self.vault.checkpoints, self.standing_in)
+        return KeptModel(self.vault.checkpoints, self.standing_in, self._hub.state, self._hub.failures)
 
     def start(self) -> None:
-        self._task = asyncio.create_task(self._keep(), name=f"keep {self._prefix}")
+        self._tasks.every(LOOK_S, self.look)
 
     async def stop(self) -> None:
-        await end_tasks(*filter(None, (self._task, self._saving)))
+        await end_tasks(*self._tasks.cancel())
         self._stop_listening()
         if self._forwarder is not None:
             await asyncio.to_thread(self._forwarder.close)  # it waits for the tracker
-        if self.hub is not None:
-            self.hub.close()
+        if self._hub is not None:
+            self._hub.close()
         if self.stored is not None:
             with contextlib.suppress(PeerError):
                 await self._publish(self.stored, GONE_S)
 
-    async def _keep(self) -> None:
-        while True:
-            try:
-                await self.look()
-            except PeerError as error:
-                logger.info("records of %s not read: %s", self._prefix, error)
-            except Exception as error:  # the others' run must not end by our fault
-                logger.exception("keeping %s failed", self._prefix)
-                self._services.events.emit(Fault(loop_now(), f"keeping {self._prefix}", str(error)))
-            await asyncio.sleep(LOOK_S)
-
     async def look(self) -> None:
-        """Read the peers' records; stand in or save a checkpoint if due."""
+        """Read the peers' records; collect losses, stand in or save a checkpoint if due."""
         services = self._services
-        branch_before = self._last_branch
         await self.view.refresh(services.dht, services.peers)
-        branch = self._last_branch = self.branch
-        if branch != branch_before or (branch is not None and branch.peers & services.peers.linked()):
+        branch = self.view.branch()
+        now_on = branch if branch.peers else None
+        linked = now_on is not None and now_on.peers & services.peers.linked()
+        if linked or now_on != self.branch:
             self._heard_at = loop_now()
-        points = self.curve.on_records(self.trainers, branch, at=time.time())
+        self.branch = now_on
+        points = self.curve.on_records(self.trainers, self.branch, at=time.time())
         if points:
             self._append(points)
-        await self._stand_in(branch)
-        idle = self._saving is None or self._saving.done()
-        if branch is not None and idle and self._due(branch.step):
-            self._saving = asyncio.create_task(self._save(branch), name=f"checkpoint {branch.step}")
+        await self._stand_in()
+        is_saving = self._saving is not None and not self._saving.done()
+        if self.branch is not None and not is_saving and self._due(self.branch.step):
+            self._saving = self._tasks.spawn(self._save(self.branch))
 
     def _append(self, points: Sequence[LossPoint]) -> None:
         """Append to the file; a newline goes first, because the last record may be cut off."""
@@ -423,33 +382,23 @@ class Keeper:
     def _on_lost(self, peer: PeerId) -> None:
         self.view.on_lost(peer, swarm_now=self._services.peers.time())
 
-    @property
-    def trainers(self) -> dict[PeerId, ProgressRecord]:
-        me = self._services.peers.id
-        return {peer: record for peer, record in self.view.all.items() if peer != me}
-
-    @property
-    def branch(self) -> Branch | None:
-        """The branch that the swarm is on, or None while nobody trains."""
-        branch = self.view.branch()
-        return branch if branch.peers else None
-
     def _due(self, step: int) -> bool:
         ahead = step - self._saved_step
         old_s = time.time() - self._saved_at
         every_steps = self.settings.every_steps
         every_s = 60 * self.settings.every_minutes
-        enough = (every_steps and ahead >= every_steps) or (every_s and old_s >= every_s)
-        return ahead > 0 and bool(enough) and loop_now() - self._failed_at >= RETRY_S
+        if ahead <= 0 or loop_now() - self._failed_at < RETRY_S:
+            return False
+        return 0 < every_steps <= ahead or 0 < every_s <= old_s
 
     async def _save(self, branch: Branch) -> None:
+        peers = self._services.peers
+        rng = self._services.rng
+        donors = sorted(branch.peers)
+        others = sorted(self.view.assistants.keys() - {peers.id})
+        rng.shuffle(donors)
+        rng.shuffle(others)
         try:
-            peers = self._services.peers
-            rng = self._services.rng
-            donors = sorted(branch.peers)
-            others = sorted(self.view.assistants.keys() - {peers.id})
-            rng.shuffle(donors)
-            rng.shuffle(others)
             try:
                 snapshot = await download_state(peers, self._prefix, donors)
             except StateError:  # assistants may reach trainers that this peer cannot
@@ -459,27 +408,29 @@ class Keeper:
             logger.warning("no checkpoint at step %d: %s; next try in %g s", branch.step, error, RETRY_S)
             self._services.events.emit(Fault(loop_now(), f"checkpoint of step {branch.step}", str(error)))
             self._failed_at = loop_now()
-        else:
-            step = snapshot.manifest.step
-            self._saved_step = step
-            self._saved_at = time.time()
-            loss = self.curve.loss_at(step)
-            title = f"Step {step}" + ("" if loss is None else f", loss {loss:.3f}")
-            logger.info("%s: %s saved", self._prefix, title)
-            if self.hub is not None:
-                self.hub.newest = path, title
+            return
+        step = snapshot.manifest.step
+        self._saved_step = step
+        self._saved_at = time.time()
+        title = f"Step {step}"
+        loss = self.curve.loss_at(step)
+        if loss is not None:
+            title += f", loss {loss:.3f}"
+        logger.info("%s: %s saved", self._prefix, title)
+        if self._hub is not None:
+            self._hub.newest = path, title
 
-    async def _stand_in(self, branch: Branch | None) -> None:
+    async def _stand_in(self) -> None:
         # records outlive peers
-        newest = self._saved_step
         silent = loop_now() - self._heard_at >= SILENCE_S
-        if newest and (silent or branch is None or branch.step < newest):
+        newest = self._saved_step
+        is_ahead = silent or self.branch is None or self.branch.step < newest
+        if newest and is_ahead:
             if self.stored is None:
                 self._on_standing_in(self._prefix)
-                latest = await asyncio.to_thread(self.vault.latest)
-                self.stored = latest
+                self.stored = await asyncio.to_thread(self.vault.latest)
                 # None where all files are damaged
-                self._saved_step = 0 if latest is None else latest.manifest.step
+                self._saved_step = self.standing_in or 0
                 self._published_at = float("-inf")
             if self.stored is not None and loop_now() - self._published_at >= PUBLISH_S:
                 await self._publish(self.stored, TTL_S)

@@ -32,7 +32,7 @@ def pushing(hub: StandIn) -> Iterator[HubPush]:
 
 def pushed_to(hub: StandIn, token: str = TOKEN) -> HubPush:
     settings = CollaborationFile(repo="alice/test", private=True, push_every_minutes=0.05 / 60)
-    return HubPush(settings, token=token, endpoint=hub.endpoint, retry_s=0.05)
+    return HubPush(settings, token=token, endpoint=hub.endpoint)
 
 
 def saved(folder: Path, step: int) -> tuple[Path, str]:

@@ -7,12 +7,10 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from colab_swarm.backbone import keeper
 from colab_swarm.backbone.config import Forward
-from colab_swarm.backbone.keeper import Forwarder, LossCurve, LossPoint, weighted_median
+from colab_swarm.backbone.keeper import Forwarder, LossCurve, LossPoint
 from colab_swarm.net.peers import PeerId
 from colab_swarm.training.records import ProgressRecord
 from colab_swarm.training.view import Branch
@@ -20,8 +18,8 @@ from colab_swarm.training.view import Branch
 ALICE, BOB, MALLORY = (PeerId(bytes([letter]) * 32) for letter in b"abm")
 
 
-def record(step: int, loss: float | None, *, samples: float = 8.0, speed: float = 1.0) -> ProgressRecord:
-    return ProgressRecord(step, b"", samples, speed, syncing=False, name="x", loss=loss)
+def record(step: int, loss: float | None, *, samples: float = 8.0) -> ProgressRecord:
+    return ProgressRecord(step, b"", samples, 1.0, syncing=False, name="x", loss=loss)
 
 
 def branch(step: int) -> Branch:
@@ -52,8 +50,7 @@ def losses(*reports: ProgressRecord) -> list[float]:
 
 
 def test_a_liar_among_three_moves_the_loss_to_an_honest_one_at_most_and_some_do_not_count() -> None:
-    (loss,) = losses(record(4, 3.0), record(4, 3.2), record(4, 1e6, speed=1e9))
-    assert 3.0 <= loss <= 3.2
+    assert losses(record(4, 3.0), record(4, 3.2), record(4, 1e6)) == [3.2]
     assert losses(record(90, 1.0), record(4, float("nan")), record(4, None)) == []
 
 
@@ -69,13 +66,6 @@ def test_a_long_run_is_thinned_and_keeps_its_newest_points() -> None:
     steps = [one.step for one in curve.points]
     assert len(steps) <= keeper.MAX_POINTS and steps[0] < 100 and steps[-3:] == [49_997, 49_998, 49_999]
     assert steps == sorted(set(steps))
-
-
-@given(st.lists(st.tuples(st.floats(-1e6, 1e6), st.floats(1e-3, 1e6)), min_size=1))
-def test_the_median_divides_the_weight(weighted: list[tuple[float, float]]) -> None:
-    value, half = weighted_median(weighted), sum(weight for _, weight in weighted) / 2
-    assert sum(weight for loss, weight in weighted if loss <= value) >= half * (1 - 1e-6)
-    assert sum(weight for loss, weight in weighted if loss < value) <= half * (1 + 1e-6)
 
 
 def test_a_curve_with_a_record_that_was_cut_off_is_continued(tmp_path: Path) -> None:

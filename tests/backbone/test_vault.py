@@ -78,7 +78,7 @@ async def test_assistants_are_asked_only_if_no_trainer_gives_its_state(
     monkeypatch.setattr(keeper, "download_state", download)
     carol: Any = object.__new__(keeper.Keeper)
     carol._services = SimpleNamespace(peers=SimpleNamespace(id="carol"), rng=random.Random(0))
-    carol._prefix, carol.vault, carol.curve, carol.hub = "run", Vault(tmp_path), keeper.LossCurve(()), None
+    carol._prefix, carol.vault, carol.curve, carol._hub = "run", Vault(tmp_path), keeper.LossCurve(()), None
     carol.view = SimpleNamespace(assistants={"carol": None, "dave": None})
     for _ in range(2):
         await carol._save(SimpleNamespace(peers={"alice", "bob"}, step=0))
