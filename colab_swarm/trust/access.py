@@ -81,7 +81,6 @@ class RunMember:
     def __post_init__(self) -> None:
         self._reported_s = 0.0  # the clock difference of the last notice
         self._absent = LeftOut[str](RETRY_S, MAX_RETRY_S)
-        self._unaware: set[PeerId] = set()  # linked peers that have not seen the renewed membership
         self.node.serve(IssuedMembership, self._on_renewed, role=Role.GUEST)
 
     async def join(self) -> None:
@@ -115,12 +114,10 @@ class RunMember:
             ) from error
 
     async def tick(self) -> None:
-        """Check the clock, renew the membership if due, and show it to linked peers that have not seen it."""
+        """Check the clock, and renew the membership if due."""
         self._check_clock()
         if self.access.invitation is not None:
             await self._renew_if_due()
-        self._unaware &= self.node.linked()
-        await asyncio.gather(*map(self._show_membership, self._unaware))
 
     def _check_clock(self) -> None:
         behind_s = self.node.clock.behind_s
@@ -145,9 +142,10 @@ class RunMember:
             self._on_not_renewed(held, error)
             return
         self._absent.forgive("authority")
-        self._unaware = set(self.node.linked())
         left_h = (renewed.expires_at - self.node.time()) / 3600
         self.events.emit(Notice(loop_now(), f"membership renewed for {left_h:.1f} h"))
+        # a peer that misses it sees it in the next handshake
+        await asyncio.gather(*map(self._show_membership, self.node.linked()))
 
     def _on_not_renewed(self, held: Membership, error: PeerError) -> None:
         """Try again later; say so if the authority refuses, or little time is left."""
@@ -183,7 +181,6 @@ class RunMember:
         try:
             message = IssuedMembership(self.admission.membership)
             await self.node.call(peer, message, Ack, timeout_s=CALL_TIMEOUT_S)
-            self._unaware.discard(peer)
         except PeerError as error:
             logger.debug("%s does not take the renewed membership: %s", short(peer), error)
 
