@@ -133,6 +133,10 @@ def test_the_status_of_a_run_has_its_peers_and_their_progress(capsys: pytest.Cap
         assert (facts["step"], facts["training"], len(facts["peers"])) == (2, ["alice"], 1)
         with pytest.raises(SystemExit, match="trains the recipe's ALBERT only"):
             main(["join", invitation, "--peer-name", "bob", "--no-lan"])
+        # the invitation's settings go before the options
+        other = str(swarm.invite(settings={"size": "huge"}))
+        with pytest.raises(SystemExit, match="size='huge' is none of"):
+            main(["join", other, "--size", "tiny", "--peer-name", "carol", "--no-lan"])
         assert "alice (me)  trainer" in str(swarm.peers) and "last heard of" in swarm.peers._repr_html_()
     with pytest.raises(RuntimeError, match="has left"):
         swarm.invite()
