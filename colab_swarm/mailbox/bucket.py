@@ -10,10 +10,8 @@ import asyncio
 import math
 import os
 import re
-import stat
 import time
-from bisect import bisect_left
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -24,13 +22,13 @@ from urllib.parse import urlsplit
 
 from colab_swarm.credentials import find_secret
 from colab_swarm.errors import BucketAway, BucketError, JoinError, require
-from colab_swarm.files import sync_through
 from colab_swarm.mailbox.address import checked_address, folder_at, options_of
 from colab_swarm.net.peers import Buffer, PeerId, remember
 from colab_swarm.runtime import DeviceThread, loop_now
 
 T = TypeVar("T")
 Errors: TypeAlias = tuple[type[Exception], ...]
+Call: TypeAlias = Callable[[Callable[[], Any], int], Coroutine[Any, Any, Any]]
 BACKOFF = {"init_backoff": timedelta(seconds=0.25), "max_backoff": timedelta(seconds=4), "base": 2}
 # of 429, 5xx and lost connections; the time is the limit
 RETRY: dict[str, Any] = {"max_retries": 1000, "retry_timeout": timedelta(seconds=30), "backoff": BACKOFF}
@@ -38,7 +36,6 @@ STALL_S = 30.0  # without a byte from the store
 UPLOAD_BYTES = 1 << 20  # that a slow line sends in that time
 CLOCK_SLACK_S = 2.0  # of a folder's server, and of times in whole seconds
 MOST_TIMES = 100_000  # of objects in a folder, that are remembered
-MOST_LOOKS = 1_000
 KEYS = {
     "s3": {"access_key_id": "AWS_ACCESS_KEY_ID", "secret_access_key": "AWS_SECRET_ACCESS_KEY"},
     "gs": {"service_account_key": "GOOGLE_SERVICE_ACCOUNT_KEY"},
@@ -49,7 +46,7 @@ KEYS = {
 VARIABLES = {"endpoint": "AWS_ENDPOINT_URL", "region": "AWS_REGION", "session_token": "AWS_SESSION_TOKEN"}
 """More options of S3, by their environment variables; the address wins."""
 SECRET_NAMES = re.compile(r"(AWS|AZURE|GOOGLE)_.*(KEY|TOKEN|SECRET)")
-SIGNED_PARTS = re.compile(r"(?<=//)[^/\s@]*(?=@)|(?<=\?)[^\s'\"]*|(?<=[Ss]ignature)\w*[=>:][^\s<,]*")
+SIGNED_PARTS = re.compile(r"(?<=//)[^/\s@]*(?=@)|(?<=\?)[^\s'\"]+|(?<=[Ss]ignature)\w*[=>:][^\s<,]*")
 MARKER = "created/first"
 """An object of a run that its creator writes first: where it is missing, the run is not."""
 MEMORY: "dict[str, MemoryStore]" = {}
@@ -101,200 +98,131 @@ class MemoryStore:
 
 
 class ObjectStore:
-    """A bucket that obstore opens."""
+    """A bucket or a folder that obstore opens.
 
-    def __init__(self, address: str, secrets: Mapping[str, str]) -> None:
+    Args:
+        open_store: opens it, with the seconds that it may be silent.
+        call: makes a call of obstore's beside the event loop; it gets the bytes that travel.
+        rights: what a refused peer should check.
+    """
+
+    def __init__(self, open_store: Callable[[float], Any], call: Call, rights: str) -> None:
         import obstore
         from obstore import exceptions
-        from obstore.store import from_url
 
         self._obstore = obstore
+        self._open_store = open_store
+        self._call = call
+        self.rights = rights
         self.errors: Errors = OSError, exceptions.BaseError
         refused = exceptions.UnauthenticatedError, exceptions.PermissionDeniedError
         self.refusals: Errors = PermissionError, *refused
         self._exists = exceptions.AlreadyExistsError, exceptions.PreconditionError
-        kind = urlsplit(address).scheme
-        # stores refuse requests of another time than theirs
-        self.rights = f"{' and '.join(KEYS[kind].values())}, and this machine's clock"
-        config: dict[str, str] = dict(secrets)
-        if kind == "s3":
-            config |= {name: os.environ[known] for name, known in VARIABLES.items() if known in os.environ}
-        config |= options_of(address)
-        insecure = config.get("endpoint", "").startswith("http://")
-
-        def open_store(patience_s: float) -> Any:
-            client: Any = {"allow_http": insecure, "timeout": timedelta(days=1)}
-            client["read_timeout"] = timedelta(seconds=patience_s)
-            options: dict[str, Any] = {"config": config, "client_options": client, "retry_config": RETRY}
-            return from_url(address.partition("?")[0], **options)
-
-        self._store_by = lru_cache(open_store)
-        self._store_by(STALL_S)
 
     async def create(self, path: str, data: Buffer) -> bool:
-        how: dict[str, Any] = {"mode": "create", "use_multipart": False}
-        store = self._store_by(patience_for(len(data)))
-        try:
-            await asyncio.to_thread(self._obstore.put, store, path, data, **how)
-        except self._exists:
-            return False
-        return True
+        def put() -> bool:
+            how: Any = {"mode": "create", "use_multipart": False}
+            store = self._open_store(patience_for(len(data)))
+            try:
+                self._obstore.put(store, path, data, **how)
+            except self._exists:
+                return False
+            return True
+
+        return bool(await self._call(put, len(data)))
 
     async def read(self, path: str, most_bytes: int | None) -> bytes | None:
-        store = self._store_by(STALL_S)
+        def fetch() -> bytes | None:
+            try:
+                store = self._open_store(STALL_S)
+                if most_bytes is None:
+                    return bytes(self._obstore.get(store, path).bytes())
+                return bytes(self._obstore.get_range(store, path, start=0, length=most_bytes))
+            except FileNotFoundError:
+                return None
 
-        def fetch() -> bytes:
-            if most_bytes is None:
-                return bytes(self._obstore.get(store, path).bytes())
-            return bytes(self._obstore.get_range(store, path, start=0, length=most_bytes))
-
-        try:
-            return await asyncio.to_thread(fetch)
-        except FileNotFoundError:
-            return None
+        data: bytes | None = await self._call(fetch, 0)
+        return data
 
     async def list(self, prefix: str, after: str) -> list[StoredObject]:
-        listing = self._obstore.list(self._store_by(STALL_S), prefix, offset=after or None)
-        rows = await asyncio.to_thread(listing.collect)
-        places = [StoredObject(row["path"], row["size"], row["last_modified"].timestamp()) for row in rows]
+        def rows() -> Any:
+            return self._obstore.list(self._open_store(STALL_S), prefix, offset=after or None).collect()
+
+        places = []
+        for row in await self._call(rows, 0):
+            places.append(StoredObject(row["path"], row["size"], row["last_modified"].timestamp()))
         return sorted(places, key=lambda place: place.path)
 
     async def delete(self, paths: Sequence[str]) -> None:
-        await asyncio.to_thread(self._obstore.delete, self._store_by(STALL_S), list(paths))
+        await self._call(lambda: self._obstore.delete(self._open_store(STALL_S), list(paths)), 0)
 
 
-class FolderStore:
-    """Objects as files of a folder. Nothing is read or written through a link that lies in it.
+def open_bucket(address: str, secrets: Mapping[str, str]) -> ObjectStore:
+    """Open a bucket of S3, Google or Azure; its requests end by themselves."""
+    from obstore.store import from_url
 
-    Where a link, a pipe or a file of another kind takes the place of an object or a folder, it is
-    renamed: it would else stop the run. Where the server of a mounted folder is away, a call may hang
-    until it is back. Such a call is given up after `STALL_S`, and no other is made before it has
-    returned.
+    kind = urlsplit(address).scheme
+    config: dict[str, str] = dict(secrets)
+    if kind == "s3":
+        config |= {name: os.environ[known] for name, known in VARIABLES.items() if known in os.environ}
+    config |= options_of(address)
+    insecure = config.get("endpoint", "").startswith("http://")
+
+    @lru_cache
+    def open_store(patience_s: float) -> Any:
+        client: Any = {"allow_http": insecure, "timeout": timedelta(days=1)}
+        client["read_timeout"] = timedelta(seconds=patience_s)
+        options: Any = {"config": config, "client_options": client, "retry_config": RETRY}
+        return from_url(address.partition("?")[0], **options)
+
+    async def call(work: Callable[[], Any], size_bytes: int) -> Any:
+        return await asyncio.to_thread(work)
+
+    open_store(STALL_S)
+    # stores refuse requests of another time than theirs
+    rights = f"{' and '.join(KEYS[kind].values())}, and this machine's clock"
+    return ObjectStore(open_store, call, rights)
+
+
+def open_folder(folder: Path) -> ObjectStore:
+    """Open a shared folder.
+
+    Where the server of a mounted folder is away, a call may hang until it is back. Such a call is given up after
+    `STALL_S`, and no other is made before it has returned: each would take a thread.
     """
+    from obstore.store import LocalStore
 
-    errors: Errors = (OSError,)
-    refusals: Errors = (PermissionError,)
-    rights = "the rights of its folder"
+    hanging: asyncio.Future[Any] | None = None
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._hanging: asyncio.Future[Any] | None = None
+    def open_store(patience_s: float) -> Any:
+        # obstore would make the folder where it is not mounted
+        if not folder.is_dir():
+            raise FileNotFoundError(f"{folder} is not there: is the folder mounted?")
+        return LocalStore(folder)
 
-    async def _call(self, work: Callable[[], T], size_bytes: int = 0) -> T:
-        """Do the work in a thread; raises TimeoutError if it does not end in time."""
+    async def call(work: Callable[[], Any], size_bytes: int) -> Any:
+        nonlocal hanging
         patience_s = patience_for(size_bytes)
-        hanging = self._hanging
+        silence = f"nothing came for {patience_s:.0f} s"
         if hanging is not None:
-            # Each further call would take a thread.
             await asyncio.wait([hanging], timeout=patience_s)
-            require(hanging.done(), f"nothing came for {patience_s:.0f} s", TimeoutError)
+            require(hanging.done(), silence, TimeoutError)
         thread = DeviceThread()
-        call = thread.run(work)
+        future = thread.run(work)
         thread.shutdown(wait=False)
-        await asyncio.wait([call], timeout=patience_s)
-        if not call.done():
-            call.add_done_callback(asyncio.Future.exception)
-            self._hanging = call
-        require(call.done(), f"nothing came for {patience_s:.0f} s", TimeoutError)
-        return await call
-
-    async def make(self) -> None:
+        await asyncio.wait([future], timeout=patience_s)
+        if not future.done():
+            future.add_done_callback(asyncio.Future.exception)
+            hanging = future
+            raise TimeoutError(silence)
         try:
-            await self._call(lambda: self._folder.mkdir(parents=True, exist_ok=True))
-        except TimeoutError:
+            return await future
+        except Exception as error:
+            if "PermissionDenied" in str(error):
+                raise PermissionError(str(error)) from error
             raise
-        except OSError as error:
-            raise BucketError(f"the folder {self._folder} cannot be made: {error}") from error
 
-    async def create(self, path: str, data: Buffer) -> bool:
-        def write() -> bool:
-            file = self._make_way(path)
-            draft = file.with_name(f"{file.name}#{os.urandom(8).hex()}")
-            try:
-                with draft.open("xb") as content:
-                    content.write(data)
-                    content.flush()
-                    # After a power cut, a manifest that others have followed must not be empty.
-                    sync_through(content.fileno())
-                os.link(draft, file)
-            except FileExistsError:
-                return False
-            finally:
-                draft.unlink(missing_ok=True)
-            return True
-
-        return await self._call(write, len(data))
-
-    def _make_way(self, path: str) -> Path:
-        """Return the file of an object, after its folders were made."""
-        require(".." not in Path(path).parts, "an object lies below its folder")
-        require(self._folder.is_dir(), "is the folder mounted?", FileNotFoundError)
-        file = self._folder / path
-        place = self._folder
-        for name in Path(path).parts:
-            place /= name
-            is_kind = stat.S_ISREG if place == file else stat.S_ISDIR
-            # One look: another peer may write the object meanwhile, which must stay.
-            with suppress(FileNotFoundError):
-                if not is_kind(place.lstat().st_mode):
-                    place.rename(f"{place}#{os.urandom(8).hex()}")
-            if place != file:
-                place.mkdir(exist_ok=True)
-        return file
-
-    async def read(self, path: str, most_bytes: int | None) -> bytes | None:
-        file = self._folder / path
-
-        def size() -> int | None:
-            # a pipe or a device has no end, and a link may lead out of the folder
-            return file.stat().st_size if self._holds(path) and file.is_file() else None
-
-        def fetch() -> bytes:
-            with file.open("rb") as content:
-                return content.read(most_bytes)
-
-        with suppress(FileNotFoundError):
-            size_bytes = await self._call(size)
-            if size_bytes is not None:
-                return await self._call(fetch, size_bytes)
-        return None
-
-    def _holds(self, path: str) -> bool:
-        """Return whether no link lies on the way to an object or a folder."""
-        place = Path(os.path.realpath(self._folder)) / path
-        return os.path.realpath(place) == str(place)
-
-    async def list(self, prefix: str, after: str) -> list[StoredObject]:
-        def files(folder: str) -> Iterator[StoredObject]:
-            with (
-                suppress(FileNotFoundError, NotADirectoryError),
-                os.scandir(self._folder / folder) as entries,
-            ):
-                for entry in entries:
-                    path = f"{folder}/{entry.name}"
-                    # all paths in a folder sort before its name and a "0", which follows "/"
-                    if entry.is_dir(follow_symlinks=False) and f"{path}0" > after:
-                        yield from files(path)
-                    # a draft has a "#" in its name
-                    elif entry.is_file(follow_symlinks=False) and path > after and "#" not in entry.name:
-                        with suppress(FileNotFoundError):
-                            status = entry.stat(follow_symlinks=False)
-                            yield StoredObject(path, status.st_size, status.st_mtime)
-
-        def listed() -> list[StoredObject]:
-            if not self._holds(prefix):
-                return []
-            return sorted(files(prefix.rstrip("/")), key=lambda place: place.path)
-
-        return await self._call(listed)
-
-    async def delete(self, paths: Sequence[str]) -> None:
-        def remove() -> None:
-            for path in paths:
-                if self._holds(path):
-                    (self._folder / path).unlink(missing_ok=True)
-
-        await self._call(remove)
+    return ObjectStore(open_store, call, "the rights of its folder")
 
 
 def patience_for(size_bytes: int) -> float:
@@ -339,37 +267,34 @@ def require_rights(address: str) -> None:
 
 
 class SeenTimes:
-    """When objects of a shared folder appeared: a writer chooses the times of its files. Pure.
+    """When objects of a shared folder appeared: the clocks of its writers may be off. Pure.
 
-    An object's time is its file's, but at most `CLOCK_SLACK_S` before this peer's last look without
-    it, or after its first look with it. It is the same ever after. The ``own`` object was written last
-    by this peer: its time is that of the folder's server, by which the peer sets its clock.
+    An object's time is its file's, but at most `CLOCK_SLACK_S` before this peer's last look without it, or after its
+    first look with it. It is the same ever after.
     """
 
     def __init__(self) -> None:
+        # What this peer wrote last. Its time is that of the folder's server, by which the peer sets its clock.
         self.own = ""
         self._times: dict[str, float] = {}
-        # By folder, the last look from each path on. Later looks from earlier paths replace others.
-        self._looks: dict[str, list[tuple[str, float]]] = {}
+        # For each folder the last look: from which path on, and when.
+        self._looks: dict[str, tuple[str, float]] = {}
 
     def corrected(
         self, folder: str, after: str, places: Sequence[StoredObject], *, began_at: float, now: float
     ) -> list[StoredObject]:
         """Return a look's objects with their times; it listed all paths beyond ``after``."""
-        looks = self._looks.setdefault(folder, [("", -math.inf)])
+        looked_after, looked_at = self._looks.get(folder, ("", -math.inf))
         corrected = []
         for place in places:
             if place.path not in self._times:
                 seen_at = place.modified_at
                 if place.path != self.own:
-                    _, absent_at = looks[bisect_left(looks, (place.path,)) - 1]
+                    absent_at = looked_at if place.path > looked_after else -math.inf
                     seen_at = min(max(seen_at, absent_at - CLOCK_SLACK_S), now + CLOCK_SLACK_S)
                 remember(self._times, place.path, seen_at, MOST_TIMES)
             corrected.append(replace(place, modified_at=self._times[place.path]))
-        while looks and looks[-1][0] >= after:
-            looks.pop()
-        looks.append((after, began_at))
-        del looks[1:-MOST_LOOKS]
+        self._looks[folder] = (after, began_at)
         return corrected
 
 
@@ -388,16 +313,13 @@ class Bucket:
         self._behind_s: float | None = None  # of this machine's clock, behind the store's
         self._missing: list[str] = []  # secrets
         self._secrets: list[str] = []
-        self._seen: SeenTimes | None = None
+        self._folder = folder_at(self.address)
+        self._seen: SeenTimes | None = None  # of a folder
         self._store = self._open()
 
-    def _open(self) -> MemoryStore | ObjectStore | FolderStore:
+    def _open(self) -> MemoryStore | ObjectStore:
         if self.address.startswith("memory://"):
             return MEMORY.setdefault(self.address, MemoryStore())
-        folder = folder_at(self.address)
-        if folder is not None:
-            self._seen = SeenTimes()
-            return FolderStore(folder)
         secrets, self._missing = secrets_of(self.address)
         self._secrets += secrets.values()
         # obstore reads these itself
@@ -405,7 +327,10 @@ class Bucket:
             if secret and SECRET_NAMES.match(name):
                 self._secrets.append(secret)
         try:
-            return ObjectStore(self.address, secrets)
+            if self._folder is not None:
+                self._seen = SeenTimes()
+                return open_folder(self._folder)
+            return open_bucket(self.address, secrets)
         except ImportError as error:
             how = "a run in a bucket needs the package obstore: pip install 'colab-swarm[train]'"
             raise BucketError(how) from error
@@ -506,8 +431,8 @@ class Bucket:
             BucketError: see `require_conditional_writes`.
         """
         if begins:
-            if isinstance(self._store, FolderStore):
-                await self._do(self._store.make)
+            if self._folder is not None:
+                self._make_folder(self._folder)
             await self.create(MARKER, b"created")
         else:
             require(await self.read(MARKER) is not None, _absence(self.address), JoinError)
@@ -515,6 +440,12 @@ class Bucket:
             return 0.0
         await self.require_conditional_writes()
         return self.now() - time.time()
+
+    def _make_folder(self, folder: Path) -> None:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise BucketError(f"the folder {folder} cannot be made: {error}") from error
 
     def __repr__(self) -> str:
         return f"Bucket({self.address}, {self.requests} requests)"

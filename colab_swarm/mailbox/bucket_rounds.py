@@ -12,10 +12,11 @@ from colab_swarm.averaging.result import RoundResult
 from colab_swarm.errors import BucketAway, BucketError, MismatchError, StateError, require
 from colab_swarm.events import BatchDropped, MemberTrace, StateReceived
 from colab_swarm.mailbox.bucket import Bucket
-from colab_swarm.mailbox.contributions import ClosedRound
+from colab_swarm.mailbox.chain import RoundChain
+from colab_swarm.mailbox.decide import ClosedRound
 from colab_swarm.mailbox.follower import ChainFollower, Counted
-from colab_swarm.mailbox.journal import Journal, States
-from colab_swarm.mailbox.rounds import STATE_ROUNDS, Card, PseudoGradient, RoundChain
+from colab_swarm.mailbox.journal import Journal
+from colab_swarm.mailbox.objects import Card, PseudoGradient
 from colab_swarm.markup import plain
 from colab_swarm.net.peers import PeerId, short
 from colab_swarm.runtime import loop_now
@@ -32,8 +33,8 @@ from colab_swarm.training.records import (
 )
 from colab_swarm.training.rounds import CaughtUp, Ready, RoundOutcome, Rounds, TrainedModel, other_settings
 from colab_swarm.training.settings import PeerServices, RoundInput, StepOffer, TrainingSettings
-from colab_swarm.training.view import SwarmView
 
+STATE_ROUNDS = 16  # from one state in the bucket to the next
 STOP_S = 60.0  # for a state to be written by a peer that leaves
 
 
@@ -54,15 +55,9 @@ class BucketRounds(Rounds):
         super().__init__(services, settings, own, model)
         _check_settings(settings)
         self._journal = Journal(bucket, services, settings, model.numel, lambda: self.until)
-        self._states = States(self._journal, lambda member: self.view.distrusts(member, loop_now()))
-        self._members = LastMembers(self.view)
+        self._heads: dict[PeerId, PseudoGradient] = {}  # of the last round's other members
         self._follower = ChainFollower(
-            self._journal,
-            self._states,
-            services.events,
-            services.peers.id,
-            lambda: self.until,
-            self._members.name_of,
+            self._journal, services.events, services.peers.id, lambda: self.until, self._name_of
         )
         self._rates: Rates = ()  # of this peer's last contribution
         self._closed: ClosedRound | None = None  # the round whose mean the trainer applies
@@ -76,7 +71,7 @@ class BucketRounds(Rounds):
         schema = self.model.schema
         agreed = self.view.own.agreement
         asked = self.settings.min_peers
-        theirs = await journal.read_card(
+        theirs = await journal.agreed_card(
             journal.signed(Card, schema=schema, agreement=agreed, min_peers=asked or 1)
         )
         differences = differing(theirs.agreement, agreed)
@@ -120,7 +115,7 @@ class BucketRounds(Rounds):
         later: tuple[RoundChain, Snapshot | None] | None = self._follower.later
         while True:
             if later is None:
-                later = await journal.patiently(self._states.first_or_best, self.model.snapshot)
+                later = await journal.patiently(journal.first_or_newest_state, self.model.snapshot)
             chain, snapshot = later
             later = None
             rounds = [closed async for closed in journal.follow(chain)]
@@ -155,7 +150,7 @@ class BucketRounds(Rounds):
         share = self.share
         speed = share.samples / share.batch_s if share.batch_s else 0.0
         self.view.update(samples=share.counted, samples_per_s=speed)
-        share.granted = self.view.round_samples * self._members.own_part()
+        share.granted = self.view.round_samples * self._own_part()
         self._loop.call_soon_threadsafe(self._show_members)
 
     async def ready(
@@ -219,16 +214,16 @@ class BucketRounds(Rounds):
         """Write the state, if there is one, and delete what nobody needs any more."""
         with suppress(BucketError):  # the next writer saves the next one
             if snapshot is not None:
-                await self._states.write(chain, snapshot)
+                await self._journal.write_state(chain, snapshot)
         with suppress(BucketError):  # the keys of most members may not delete
-            await self._states.trim(chain.round)
+            await self._journal.trim(chain.round)
 
     def _learn(self, closed: ClosedRound) -> None:
         """Take the round as the last one, with its members' figures."""
         self._follower.on_round(closed)
-        self._members.on_round(closed)
+        heads = [contribution.head for contribution in closed.contributions.values()]
+        self._heads = {head.member: head for head in heads if head.member != self.view.me}
         self._show_members()
-        self._journal.reader.readings.forget(closed)
 
     def _compare(self, closed: ClosedRound) -> None:
         """Compare the members' rates and states, by their contributions, with this peer's."""
@@ -242,60 +237,35 @@ class BucketRounds(Rounds):
         self.comparison.on_tickets(tickets, self._rates)
 
     def _show_members(self) -> None:
-        self.view.on_records(self._members.records(), now=loop_now())
+        """Show a record of each member, for people: none is heard of between two rounds."""
+        own = self.view.own
+        seconds = own.samples / (own.samples_per_s or math.inf)
+        records = {}
+        for member, head in self._heads.items():
+            records[member] = ProgressRecord(
+                own.step,
+                own.lineage,
+                samples=seconds * head.samples_per_s,
+                samples_per_s=head.samples_per_s,
+                syncing=False,
+                name=head.name,
+                loss=head.loss,
+            )
+        self.view.on_records(records, now=loop_now())
 
-
-class LastMembers:
-    """What the other members of the last round said of themselves with their contributions.
-
-    ``view`` has this peer's own record. `on_round` replaces all figures.
-    """
-
-    def __init__(self, view: SwarmView) -> None:
-        self._view = view
-        self._heads: dict[PeerId, PseudoGradient] = {}
-
-    def on_round(self, closed: ClosedRound) -> None:
-        """Take the figures of a round that this peer follows."""
-        self._heads = {}
-        for contribution in closed.contributions.values():
-            head = contribution.head
-            if head.member != self._view.me:
-                self._heads[head.member] = head
-
-    def name_of(self, member: PeerId) -> str:
+    def _name_of(self, member: PeerId) -> str:
         """Return a member's name for people; its short id if none is known."""
         head = self._heads.get(member)
         if head is None or not head.name:
             return short(member)
         return plain(head.name)
 
-    def speeds(self) -> dict[PeerId, float]:
-        """Return the members' samples per second."""
-        return {member: head.samples_per_s for member, head in self._heads.items()}
-
-    def own_part(self) -> float:
+    def _own_part(self) -> float:
         """Return this peer's part of all members' speed; 1 while its own is not known."""
-        own_per_s = self._view.own.samples_per_s
-        return own_per_s / (own_per_s + sum(self.speeds().values())) if own_per_s else 1.0
-
-    def records(self) -> dict[PeerId, ProgressRecord]:
-        """Return a record for each member, for people: none is heard of between two rounds."""
-        own = self._view.own
-        seconds = own.samples / (own.samples_per_s or math.inf)
-        records = {}
-        for member, speed in self.speeds().items():
-            head = self._heads[member]
-            records[member] = ProgressRecord(
-                own.step,
-                own.lineage,
-                samples=seconds * speed,
-                samples_per_s=speed,
-                syncing=False,
-                name=head.name,
-                loss=head.loss,
-            )
-        return records
+        own_per_s = self.view.own.samples_per_s
+        if not own_per_s:
+            return 1.0
+        return own_per_s / (own_per_s + sum(head.samples_per_s for head in self._heads.values()))
 
 
 def _means_of(rounds: Sequence[ClosedRound], journal: Journal) -> Iterator[Mean]:

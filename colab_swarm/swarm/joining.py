@@ -16,7 +16,7 @@ from colab_swarm.events import EventLog, Notice
 from colab_swarm.invite import Access, Invite
 from colab_swarm.mailbox.address import checked_address, confirmed_address
 from colab_swarm.mailbox.bucket import Bucket, require_rights
-from colab_swarm.mailbox.reader import Spectator
+from colab_swarm.mailbox.spectator import last_members
 from colab_swarm.net.carrier import NodeSettings
 from colab_swarm.net.identity import Identity, id_of
 from colab_swarm.net.lan import LanSwarm, find_swarms
@@ -352,7 +352,7 @@ def peers_in_bucket(invitation: Invite, mailbox: str = "", *, name: str = "model
 
     async def look() -> list[PeerRow]:
         await Bucket(access.mailbox, access.run_id).enter(begins=False, writes=False)
-        return await Spectator(Bucket(access.mailbox, prefix), prefix, access.admission).last_members()
+        return await last_members(Bucket(access.mailbox, prefix), prefix, access.admission)
 
     return PeerTable(Runtime.shared().call(look()))
 

@@ -1,206 +1,128 @@
-"""A bucket without I/O: what the members of a run wrote, and how a peer that looks at it decides."""
+"""A bucket without I/O: what the members of a run wrote, and what a peer that has read all of it decides."""
 
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import replace
-from typing import TypeAlias, TypeVar
+from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
+import numpy as np
 
-from colab_swarm.mailbox.branches import Branches, ObjectRejected, ObjectsUnread, Readings
 from colab_swarm.mailbox.bucket import StoredObject
-from colab_swarm.mailbox.contributions import ClosedRound, ReadContribution, entries_of
-from colab_swarm.mailbox.rounds import (
+from colab_swarm.mailbox.chain import RoundChain
+from colab_swarm.mailbox.contributions import Contribution, encode
+from colab_swarm.mailbox.decide import ClosedRound, Decision, Listing, Seen, decide, standing
+from colab_swarm.mailbox.objects import (
     LEFT,
     MANIFEST,
-    WINDOW,
     Farewell,
     ManifestEntry,
     PseudoGradient,
-    RoundChain,
-    RoundListing,
     RoundManifest,
     content_digest,
-    numbered,
+    seal,
 )
-from colab_swarm.mailbox.view import Decision, LoadState, RoundView, SeekState
 from colab_swarm.net.identity import Identity
+from colab_swarm.tensors.codecs import codec_of
+from colab_swarm.tensors.vector import HostVector
 
-T = TypeVar("T")
-Entries: TypeAlias = tuple[ManifestEntry, ...]
-Content: TypeAlias = ReadContribution | RoundManifest | str | None
-ALICE, BOB, CAROL, MALLORY = (Identity(bytes([number]) * 32) for number in range(1, 5))
-MEMBERS = [ALICE, BOB, CAROL]
-FAREWELL = Farewell(prefix="model", key=ALICE.public_key, membership=b"", base=bytes(32))
+ALICE, BOB, CAROL, DAVE = (Identity(bytes([number]) * 32) for number in range(1, 5))
+NAMES = {ALICE.id: "alice", BOB.id: "bob", CAROL.id: "carol", DAVE.id: "dave"}
+ROOT = bytes(32)
 PACE_S = 10.0
-PATIENCE_S = 5.0  # of a peer with each member beyond the usual
-MISSING_S = RoundChain.begin(0, bytes(32), now=0.0).missing_s  # of short rounds
+PATIENCE_S = 5.0  # half of it
 
 
-def contribution_of(who: Identity, chain: RoundChain, samples: float = 1.0) -> ReadContribution:
-    head = PseudoGradient(
+def contribution(
+    who: Identity, chain: RoundChain, *, at: float = 0.0, value: float = 1.0, **fields: Any
+) -> Contribution:
+    """Return a member's contribution of four equal values."""
+    content = encode(codec_of("float32"), HostVector(np.full(4, value, np.float32)))
+    figures = {"weight": 1.0, "samples": 1.0, "samples_per_s": 1.0, "seconds": PACE_S, "name": ""}
+    statement = PseudoGradient(
         prefix="model",
         key=who.public_key,
         membership=b"",
+        content=content_digest(content),
         round=chain.round,
         base=chain.base,
-        weight=samples,
-        samples=samples,
-        samples_per_s=1.0,
-        seconds=PACE_S,
-        name="",
+        **(figures | fields),
     )
-    return ReadContribution(head, memoryview(b""), content_digest(head.encode()), norm=1.0)
+    head = statement.signed(who.sign)
+    data = seal(head, content)
+    place = StoredObject(f"{chain.folder}/{who.id.hex()}", len(data), at)
+    return Contribution(place, head, memoryview(content), content_digest(data), 2.0 * abs(value))
 
 
-def lying(entries: Entries) -> Entries:
-    return tuple(msgspec.structs.replace(entry, samples=entry.samples + 1) for entry in entries)
+def manifest_of(chain: RoundChain, *entries: ManifestEntry, author: Identity = ALICE) -> RoundManifest:
+    return RoundManifest(
+        prefix="model",
+        key=author.public_key,
+        membership=b"",
+        round=chain.round,
+        base=chain.base,
+        entries=entries,
+    )
 
 
+@dataclass
 class Board:
-    """Objects by their place; a text is the fault of one that does not count. Time is ``now``."""
+    """What is in the bucket at the time ``now``; all of it was read."""
 
-    def __init__(self) -> None:
-        self.places: dict[str, StoredObject] = {}
-        self.objects: dict[StoredObject, Content] = {}
-        # so that a first round that closes now took a usual time
-        self.first = RoundChain.begin(0, bytes(32), now=-PACE_S)
-        self.now = 0.0
+    now: float = 0.0
+    seen: Seen = field(default_factory=Seen)
+    places: list[StoredObject] = field(default_factory=list)
+    # so that a first round that closes at 0 took a usual time
+    first: RoundChain = field(
+        default_factory=lambda: RoundChain(0, {0: ROOT}, 0.0, PACE_S, (ALICE.id, BOB.id, CAROL.id))
+    )
 
-    def write(self, path: str, content: Content) -> StoredObject:
-        """Write an object unless there is one; return its place."""
-        place = self.places.setdefault(path, StoredObject(path, 1, self.now))
-        self.objects.setdefault(place, content)
+    def _add(self, place: StoredObject) -> None:
+        self.places.append(place)
+        self.seen.listing = Listing.of(self.places)
+
+    def contribute(self, who: Identity, chain: RoundChain, **fields: Any) -> Contribution:
+        written = contribution(who, chain, at=self.now, **fields)
+        self._add(written.place)
+        self.seen.contributions[written.place] = written
+        return written
+
+    def leave(self, who: Identity, chain: RoundChain) -> None:
+        place = StoredObject(f"{chain.folder}/{who.id.hex()}{LEFT}", 1, self.now)
+        self._add(place)
+        farewell = Farewell(prefix="model", key=who.public_key, membership=b"", base=chain.base)
+        self.seen.farewells[place] = farewell
+
+    def close(self, chain: RoundChain, *entries: ManifestEntry, number: int = 0) -> StoredObject:
+        """Write a manifest, and return its place."""
+        place = StoredObject(f"{chain.folder}/{MANIFEST}{number:02d}", 1, self.now)
+        self._add(place)
+        manifest = manifest_of(chain, *sorted(entries, key=lambda entry: entry.member))
+        self.seen.manifests[place] = manifest, content_digest(manifest.encode() + bytes([number]))
         return place
 
-    def contribute(
-        self, who: Identity, chain: RoundChain, *, samples: float = 1.0, fault: str = ""
-    ) -> ReadContribution:
-        contribution = contribution_of(who, chain, samples)
-        self.write(f"{chain.folder}/{who.id.hex()}", fault or contribution)
-        return contribution
+    def garbage(self, path: str) -> StoredObject:
+        place = StoredObject(path, 1, self.now)
+        self._add(place)
+        self.seen.faults[place] = "it is cut off"
+        return place
 
-    def take_place(self, who: Identity, chain: RoundChain, attempt: int = 0) -> StoredObject:
-        """Write garbage where a member would contribute."""
-        return self.write(numbered(f"{chain.folder}/{who.id.hex()}", attempt), "garbage")
+    def delete(self, contribution: Contribution) -> None:
+        self.places.remove(contribution.place)
+        del self.seen.contributions[contribution.place]
+        self.seen.listing = Listing.of(self.places)
 
-    def leave(self, who: Identity, chain: RoundChain, *, fault: str = "") -> None:
-        self.write(f"{chain.folder}/{who.id.hex()}{LEFT}", fault or None)
+    def round(self, chain: RoundChain, *members: Identity, number: int = 0) -> RoundChain:
+        """Let these members contribute, close the round, and return the chain after it."""
+        entries = [self.contribute(who, chain).entry for who in members]
+        place = self.close(chain, *entries, number=number)
+        manifest, digest = self.seen.manifests[place]
+        return chain.after(manifest, digest, closed_at=self.now)
 
-    def close(
-        self,
-        chain: RoundChain,
-        contributions: Sequence[ReadContribution],
-        attempt: int = 0,
-        *,
-        change: Callable[[Entries], Entries] = tuple,
-        fault: str = "",
-        author: Identity = ALICE,
-    ) -> ClosedRound:
-        """Write a manifest, and return what it makes of the round."""
-        path = f"{chain.folder}/{MANIFEST}{attempt:02d}"
-        entries = entries_of(chain, [contribution.offer for contribution in contributions])
-        return self.write_manifest(path, chain, change(entries), fault, author)
+    def decide(self, chain: RoundChain, who: Identity = ALICE, **options: Any) -> Decision:
+        return decide(chain, self.seen, self.now, me=who.id, **options)
 
-    def write_manifest(
-        self,
-        path: str,
-        chain: RoundChain,
-        entries: tuple[ManifestEntry, ...],
-        fault: str = "",
-        author: Identity = ALICE,
-    ) -> ClosedRound:
-        manifest = RoundManifest(
-            prefix="model",
-            key=author.public_key,
-            membership=path.encode(),  # so that no two are equal
-            round=chain.round,
-            base=chain.base,
-            entries=entries,
-        )
-        place = self.write(path, fault or manifest)
-        digest = content_digest(manifest.encode())
-        return ClosedRound(chain, place, manifest, chain.after(manifest, digest, closed_at=place.modified_at))
-
-    def open_contributions(
-        self, chain: RoundChain, left_out: Collection[Identity] = ()
-    ) -> list[ReadContribution]:
-        """Return what the next round may list, but of some members."""
-        members = {who.id for who in left_out}
-        contributions = []
-        for place, content in self.objects.items():
-            if not isinstance(content, ReadContribution) or place.folder not in chain.folders.values():
-                continue
-            head = content.head
-            if chain.may_count(head.member, head.round) and head.member not in members:
-                contributions.append(content)
-        return contributions
-
-    def round(self, chain: RoundChain, *members: Identity, attempt: int = 0) -> ClosedRound:
-        """Let these members contribute, and close the round."""
-        contributions = [self.contribute(who, chain) for who in members]
-        return self.close(chain, contributions, attempt)
+    def standing(self, chain: RoundChain) -> ClosedRound | None:
+        return standing(chain, self.seen)
 
 
-class Peer:
-    """A peer that looks at a board, and knows what it has read of it."""
-
-    def __init__(self, board: Board) -> None:
-        self.board = board
-        self.chain = board.first
-        self.last: ClosedRound | None = None
-        self.readings = Readings()
-        self.read: list[StoredObject] = []
-
-    def look(self) -> Branches:
-        first = max(self.chain.round - 1 - WINDOW, 0)
-        places = sorted(self.board.objects, key=lambda place: place.path)
-        seen = [place for place in places if place.path > f"rounds/{first:08d}"]
-        return Branches(RoundListing.of(seen), self.readings)
-
-    def answer(self, question: Callable[[], T]) -> T:
-        while True:
-            try:
-                return question()
-            except ObjectsUnread as step:
-                for place in step.places:
-                    self._read(place)
-            except ObjectRejected as step:
-                assert step.place not in self.readings.faults
-                self.readings.reject(step.place, step.fault, may_stand=step.may_stand)
-
-    def _read(self, place: StoredObject) -> None:
-        self.read.append(place)
-        content = self.board.objects[place]
-        if isinstance(content, str):
-            self.readings.reject(place, content)
-        elif isinstance(content, RoundManifest):
-            self.readings.manifests[place] = content, content_digest(content.encode())
-        elif isinstance(content, ReadContribution):
-            self.readings.hold(place, content)
-        else:
-            self.readings.farewells[place] = FAREWELL
-
-    def decide(self, now: float, *, own: StoredObject | None = None, later_state: bool = False) -> Decision:
-        view = RoundView(self.chain, self.look(), self.last, own, patience_s=lambda member: PATIENCE_S)
-        decision = self.answer(lambda: view.next_action(now))
-        if not isinstance(decision, SeekState):
-            return decision
-        return LoadState() if later_state else self.answer(lambda: view.next_action(now, may_leave=False))
-
-    def follow(self, closed: ClosedRound) -> None:
-        self.chain = closed.after
-        self.last = closed
-        self.readings.forget(closed)
-
-    def catch_up(self) -> list[ClosedRound]:
-        """Follow all rounds that are over, as a late joiner does."""
-        branches = self.look()
-        rounds: list[ClosedRound] = []
-        while True:
-            chain = self.chain
-            closed = self.answer(lambda: branches.closed(chain))  # noqa: B023
-            if closed is None:
-                return rounds
-            rounds.append(replace(closed, contributions={}))
-            self.chain = closed.after
-            self.last = closed
+def changed(entry: ManifestEntry, **fields: Any) -> ManifestEntry:
+    return msgspec.structs.replace(entry, **fields)

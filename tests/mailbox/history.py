@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from colab_swarm.mailbox.rounds import PLACE, RoundManifest, content_digest, unseal
+from colab_swarm.mailbox.objects import PLACE, RoundManifest, content_digest, unseal
 from colab_swarm.net.peers import PeerId
 
 Contribution = tuple[PeerId, int]  # a member, and the round

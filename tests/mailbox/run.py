@@ -7,7 +7,7 @@ from typing import Any
 
 from colab_swarm.errors import BucketError
 from colab_swarm.events import Fault, PeerRefused
-from colab_swarm.mailbox.rounds import RoundManifest, unseal
+from colab_swarm.mailbox.objects import RoundManifest, unseal
 from colab_swarm.swarm.simulation import Simulation
 from colab_swarm.swarm.swarm import Swarm
 from tests.training.toy import join_training, model, parameters_of, take

@@ -12,11 +12,9 @@ import pytest
 
 import colab_swarm as cs
 from colab_swarm.errors import SwarmError
-from colab_swarm.events import StateReceived
+from colab_swarm.events import PeerRefused
 from colab_swarm.mailbox.bucket import Bucket
-from colab_swarm.mailbox.contributions import entries_of
-from colab_swarm.mailbox.reader import Spectator
-from colab_swarm.mailbox.rounds import (
+from colab_swarm.mailbox.objects import (
     MANIFEST_BYTES,
     ManifestEntry,
     PseudoGradient,
@@ -25,12 +23,12 @@ from colab_swarm.mailbox.rounds import (
     seal,
     unseal,
 )
-from colab_swarm.mailbox.view import RoundView
+from colab_swarm.mailbox.spectator import last_members
 from colab_swarm.net.handshake import VERSION
 from colab_swarm.net.peers import PeerId, Role, short
 from colab_swarm.swarm.simulation import Simulation
 from colab_swarm.swarm.swarm import Swarm
-from tests.mailbox.run import ROUNDS, Create, Trained, agree, count, faults, manifests, train
+from tests.mailbox.run import ROUNDS, Create, Trained, agree, faults, manifests, train
 
 
 def resealed(part: Any, data: bytes, content: bytes | None = None, **changes: Any) -> bytes:
@@ -77,7 +75,7 @@ async def no_number(part: Any, create: Create, path: str, data: bytes) -> bool:
         (times(float("nan")), "not finite"),
         (as_alice, "another member's"),
         (replay(), "another round's"),
-        (lambda part, path, data: (path, resealed(part, data, weight=0.0)), "no weight"),
+        (lambda part, path, data: (path, resealed(part, data, weight=0.0)), "no readable"),
         (lambda part, path, data: (path, resealed(part, data, seconds=float("nan"))), "no readable"),
         (lambda part, path, data: (path, resealed(part, data, prefix="other")), "another model"),
     ],
@@ -123,7 +121,7 @@ def test_the_status_of_a_run_passes_over_what_no_member_wrote_at_its_own_place()
 
         sim.bucket.read = counted  # type: ignore[method-assign]
         bucket = Bucket(f"memory://{id(sim):x}", root.removeprefix("runs/"))
-        rows = asyncio.run(Spectator(bucket, root.removeprefix("runs/"), None).last_members())
+        rows = asyncio.run(last_members(bucket, root.removeprefix("runs/"), None))
         assert [row.id for row in rows] == [short(entry.member) for entry in newest.entries]
         assert np.isnan(unseal(objects[carols][0], PseudoGradient)[0].loss)
         assert {row.name: row.loss for row in rows} == dict.fromkeys(("alice", "bob", "carol"))
@@ -142,67 +140,27 @@ def test_a_stranger_does_not_count() -> None:
         assert not any(carol == entry.member for one in manifests(sim) for entry in one.entries)
 
 
-@pytest.mark.parametrize(
-    "lie", [times(1e20), lambda part, path, data: (path, resealed(part, data, weight=1e11))]
-)
-def test_huge_contributions_are_bounded(lie: Any) -> None:
+def test_absurdly_long_contributions_do_not_count_and_their_author_is_named() -> None:
     async def write(part: Any, create: Create, path: str, data: bytes) -> bool:
-        return await create(*lie(part, path, data))
+        return await create(*times(1e20)(part, path, data))
 
     with cs.simulate(3, mailbox=True) as sim:
-        agree(
-            sim.run(lambda one: train(one, write if one.name == "carol" else None), seconds=900),
-            "alice",
-            "bob",
-        )
-        entries = [one for made in manifests(sim) if len(made.entries) == 3 for one in made.entries]
-        bounded = [one for one in entries if one.member == sim.swarms["carol"].id]
-        weights = [
-            max(one.weight for one in made.entries) for made in manifests(sim) if len(made.entries) == 3
-        ]
-        assert (
-            bounded and all(one.scale < 1e-18 or one.weight < 1e3 for one in bounded) and max(weights) < 1e3
-        )
+        results = sim.run(lambda one: train(one, write if one.name == "carol" else None), seconds=900)
+        agree(results, "alice", "bob")
+        carol = sim.swarms["carol"].id
+        refused = [swarm.events.recent(PeerRefused) for swarm in sim.swarms.values()]
+        assert {event.peer for events in refused for event in events} == {carol.hex()}
 
 
-Entries = tuple[ManifestEntry, ...]
-
-
-def with_nothing(entries: Entries, me: PeerId) -> Entries:
-    ghost = msgspec.structs.replace(entries[0], member=PeerId(bytes(32)))
-    return ghost, *entries
-
-
-def heavier(entries: Entries, me: PeerId) -> Entries:
-    return tuple(
-        msgspec.structs.replace(one, weight=one.weight * (1 + 9 * (one.member == me))) for one in entries
-    )
-
-
-def renamed(entries: Entries, me: PeerId) -> Entries:
-    return msgspec.structs.replace(entries[-1], member=PeerId(bytes(32))), *entries[1:]
-
-
-@pytest.mark.parametrize(
-    ("lie", "fault"),
-    [
-        (with_nothing, ""),
-        (renamed, ""),
-        (lambda entries, me: (*entries, entries[-1]), "twice"),
-        (lambda entries, me: tuple(one for one in entries if one.member == me), "leaves out"),
-        (heavier, "not those of the contributions"),
-        (lambda entries, me: (), "no readable"),
-    ],
-)
-def test_a_manifest_that_lies_is_replaced(lie: Any, fault: str) -> None:
+@pytest.mark.parametrize("lists", ["nothing", "a ghost"])
+def test_a_manifest_that_lies_is_skipped_and_its_author_named(lists: str) -> None:
     lied: list[str] = []
 
     async def write(part: Any, create: Create, path: str, data: bytes) -> bool:
         written = await create(path, data)
         journal, chain = part._journal, part._follower.chain
-        view = RoundView(chain, await journal.look(chain))
-        offers = await journal.reader.answer(lambda: view.offers)
-        entries = lie(entries_of(chain, offers), part.services.peers.id)
+        ghost = ManifestEntry(PeerId(bytes(32)), chain.round, bytes(32), 1.0, 1.0, 1.0)
+        entries = (ghost,) if lists == "a ghost" else ()
         told = journal.signed(RoundManifest, round=chain.round, base=chain.base, entries=entries)
         if chain.round and await create(f"{chain.folder}/manifest-00", told):
             lied.append(chain.folder)
@@ -211,10 +169,9 @@ def test_a_manifest_that_lies_is_replaced(lie: Any, fault: str) -> None:
     with cs.simulate(3, mailbox=True) as sim:
         results = sim.run(lambda one: train(one, write if one.name == "carol" else None), seconds=3000)
         agree(results, "alice", "bob")
-        told = faults(sim, "alice")
-        assert lied and fault in told
-        assert not fault or any(f"{folder}/manifest-00 does not" in told for folder in lied)
-        assert any(path.endswith(f"{lied[0]}/manifest-01") for path in sim.bucket.objects)
+        assert lied and any(path.endswith(f"{lied[0]}/manifest-01") for path in sim.bucket.objects)
+        told = faults(sim, "alice", "bob")
+        assert any(f"{folder}/manifest-00 does not count" in told for folder in lied)
 
 
 @pytest.mark.slow
@@ -240,32 +197,6 @@ def test_contributions_that_are_overwritten_split_nobody_for_long() -> None:
         )
         last = {results[name].lineages[30] for name in ("alice", "bob", "carol")}
         assert len(last) == 1 and len(overwritten) == 5
-
-
-@pytest.mark.slow
-def test_a_second_manifest_disturbs_nobody_who_can_follow_the_first() -> None:
-    second: list[asyncio.Task[bool]] = []
-
-    async def write(part: Any, create: Create, path: str, data: bytes) -> bool:
-        async def later(last: Any) -> bool:
-            await asyncio.sleep(last.before.missing_s + 1)
-            fields = {"round": last.before.round, "base": last.before.base}
-            data = part._journal.signed(RoundManifest, entries=last.manifest.entries[:2], **fields)
-            return await create(f"{last.before.folder}/manifest-01", data)
-
-        written = await create(path, data)
-        if part._follower._last is not None and len(part._follower._last.manifest.entries) == 3:
-            second.append(asyncio.create_task(later(part._follower._last)))
-        return written
-
-    with cs.simulate(3, mailbox=True) as sim:
-        more: dict[str, Any] = {"target_batch_size": 700, "rounds": 4}
-        results = sim.run(
-            lambda one: train(one, write if one.name == "carol" else None, **more), seconds=6000
-        )
-        agree(results, "alice", "bob", "carol", rounds=4)
-        assert any(task.done() and task.result() for task in second)
-        assert count(sim, StateReceived) == 2  # when they joined
 
 
 @pytest.mark.slow

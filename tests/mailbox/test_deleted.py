@@ -7,7 +7,7 @@ import pytest
 
 import colab_swarm as cs
 from colab_swarm.events import BatchDropped, Notice
-from colab_swarm.mailbox.rounds import PLACE, RoundManifest, unseal
+from colab_swarm.mailbox.objects import PLACE, RoundManifest, unseal
 from colab_swarm.net.peers import PeerId
 from colab_swarm.swarm.simulation import Simulation
 from colab_swarm.swarm.swarm import Swarm

@@ -1,0 +1,163 @@
+"""Where a run in a bucket is: the chain of its rounds, and when the next one may close. Pure.
+
+Each round is closed by a manifest, whose digest is the base of the next round. Times are the store's.
+"""
+
+import math
+import statistics
+from collections.abc import Collection
+from typing import ClassVar, Self
+
+from colab_swarm.errors import require
+from colab_swarm.mailbox.objects import (
+    LEFT,
+    MAX_PACE_S,
+    MIN_PACE_S,
+    Figure,
+    Hash,
+    Pace,
+    Round,
+    RoundManifest,
+    Statement,
+    folder_of,
+    state_path,
+)
+from colab_swarm.net.peers import Message, PeerId
+
+WINDOW = 2  # rounds after its own in which a contribution may still be listed
+# A round waits for most absent members for two usual rounds and a grace. The grace is a quarter of a usual round within
+# these limits: a store answers in a few seconds however short the rounds are.
+LEAST_GRACE_S = 6.0
+MOST_GRACE_S = 90.0
+LEAST_PATIENCE_S = 2.5  # with a late minority
+
+
+class RoundChain(Message, frozen=True):
+    """A run's next ``round``, and what is known of the last ones."""
+
+    round: Round
+    digests: dict[int, Hash]  # of the manifest before round r, for the rounds of the window
+    closed_at: Figure  # the last manifest
+    pace_s: Pace = MIN_PACE_S  # the median time of the last round's contributors: a usual round
+    members: tuple[PeerId, ...] = ()  # of the last round
+    listed: tuple[tuple[PeerId, int], ...] = ()  # members and rounds of contributions that counted
+
+    def __post_init__(self) -> None:
+        require(self.round in self.digests, "a chain needs the digest of its last manifest")
+
+    @classmethod
+    def begin(cls, round: int, root: bytes, *, now: float) -> Self:
+        """Return the chain before the first round, of the state with this digest."""
+        return cls(round, {round: root}, now)
+
+    @property
+    def base(self) -> bytes:
+        return self.digests[self.round]
+
+    @property
+    def is_first(self) -> bool:
+        """True if no round was before this one: its base is the digest of a state."""
+        return self.round - 1 not in self.digests
+
+    @property
+    def folders(self) -> dict[int, str]:
+        """Of the rounds whose contributions may count."""
+        return {round: folder_of(round, base) for round, base in self.digests.items()}
+
+    @property
+    def folder(self) -> str:
+        return folder_of(self.round, self.base)
+
+    @property
+    def farewells(self) -> dict[str, PeerId]:
+        """Where members of the last round may have said farewell since they contributed."""
+        last_rounds = dict(sorted(self.listed))
+        members: dict[str, PeerId] = {}
+        for round, folder in self.folders.items():
+            for member in self.members:
+                if round >= last_rounds.get(member, 0):
+                    members[f"{folder}/{member.hex()}{LEFT}"] = member
+        return members
+
+    @property
+    def grace_s(self) -> float:
+        return min(max(self.pace_s / 4, LEAST_GRACE_S), MOST_GRACE_S)
+
+    @property
+    def late_at(self) -> float:
+        """When a round takes longer than usual."""
+        return self.closed_at + self.pace_s + self.grace_s / 2
+
+    @property
+    def deadline(self) -> float:
+        """When a round may close without the majority of the last one's members."""
+        return self.closed_at + 2 * self.pace_s + self.grace_s
+
+    def missing(self, present: Collection[PeerId], gone: Collection[PeerId] = ()) -> set[PeerId]:
+        """Return the members of the last round for whom this one waits."""
+        return set(self.members).difference(present, gone)
+
+    def due_at(
+        self, present: Collection[PeerId], gone: Collection[PeerId], left_out: Collection[PeerId]
+    ) -> float:
+        """Return when the round may close with these members; at once if none is missing.
+
+        It waits a while longer than usual for a late minority, but not for members that are ``left_out``.
+        """
+        if not present:
+            return math.inf
+        missing = self.missing(present, gone)
+        if not missing:
+            return self.closed_at
+        if 2 * len(missing) >= len(self.members):
+            return self.deadline
+        if missing.issubset(left_out):
+            return self.late_at
+        return min(self.late_at + max(LEAST_PATIENCE_S, self.pace_s / 2), self.deadline)
+
+    def may_count(self, member: PeerId, round: int) -> bool:
+        return self.round - WINDOW <= round <= self.round and (member, round) not in self.listed
+
+    def fault_of(self, manifest: RoundManifest) -> str:
+        """Return what is wrong with a manifest, apart from its contributions; or nothing."""
+        members = [entry.member for entry in manifest.entries]
+        if (manifest.round, manifest.base) != (self.round, self.base):
+            return "it does not follow the manifest before"
+        if members != sorted(set(members)):
+            return "it lists a member twice"
+        for entry in manifest.entries:
+            if not self.may_count(entry.member, entry.round):
+                return "it lists a contribution that counted before, or is too old"
+        return ""
+
+    def after(self, manifest: RoundManifest, digest: bytes, *, closed_at: float) -> "RoundChain":
+        """Return the chain after this manifest, the one with this digest."""
+        round = self.round + 1
+        oldest = round - WINDOW
+        digests = {number: base for number, base in self.digests.items() if number >= oldest}
+        digests[round] = digest
+        listed = [(member, number) for member, number in self.listed if number >= oldest]
+        for entry in manifest.entries:
+            if entry.round >= oldest:
+                listed.append((entry.member, entry.round))
+        pace_s = statistics.median_low(entry.seconds for entry in manifest.entries)
+        return RoundChain(
+            round,
+            digests,
+            closed_at,
+            min(max(pace_s, MIN_PACE_S), MAX_PACE_S),
+            tuple(entry.member for entry in manifest.entries),
+            tuple(listed),
+        )
+
+
+class StateHead(Statement, frozen=True, kw_only=True):
+    """``states/ROUND``: a training state before that round, whose blob follows."""
+
+    chain: RoundChain
+    manifest: bytes  # the state's own, in chunks
+    most_bytes: ClassVar[int] = 1 << 24
+
+    @property
+    def path_part(self) -> str:
+        return state_path(self.chain.round)

@@ -1,0 +1,178 @@
+"""Objects, the chain of manifests, contributions and their mean: pure."""
+
+import dataclasses
+import itertools
+import math
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from colab_swarm.errors import ProtocolError
+from colab_swarm.mailbox import contributions
+from colab_swarm.mailbox.chain import WINDOW, RoundChain, StateHead
+from colab_swarm.mailbox.objects import (
+    MAX_PACE_S,
+    MIN_PACE_S,
+    Card,
+    ManifestEntry,
+    PseudoGradient,
+    Statement,
+    seal,
+    unseal,
+)
+from colab_swarm.net.handshake import VERSION
+from colab_swarm.net.identity import Identity
+from colab_swarm.net.peers import PeerId
+from colab_swarm.tensors.codecs import codec_of
+from colab_swarm.tensors.vector import HostVector
+from tests.mailbox.board import ALICE, BOB, CAROL, PACE_S, ROOT, contribution, manifest_of
+
+FIRST = RoundChain.begin(0, ROOT, now=0.0)
+
+
+def entry_of(member: PeerId, round: int, seconds: float = PACE_S) -> ManifestEntry:
+    return ManifestEntry(member, round, ROOT, 1.0, 1.0, seconds)
+
+
+def after(chain: RoundChain, seconds: dict[Identity, float]) -> RoundChain:
+    """Return the chain after a round of these members, which say how long they took."""
+    ordered = sorted((who.id, taken_s) for who, taken_s in seconds.items())
+    made = manifest_of(chain, *[entry_of(member, chain.round, taken_s) for member, taken_s in ordered])
+    return chain.after(made, bytes([chain.round]) * 32, closed_at=chain.closed_at + PACE_S)
+
+
+CHAIN = after(FIRST, {ALICE: PACE_S, BOB: PACE_S, CAROL: PACE_S})
+
+
+def test_an_object_is_read_as_written_and_any_damage_is_found() -> None:
+    head = contribution(ALICE, FIRST).head
+    content = np.ones(4, np.float32).tobytes()
+    data = seal(head, content)
+    read, values = unseal(data, PseudoGradient)
+    assert read == head and read.member == ALICE.id and bytes(values) == content
+    forged = msgspec.structs.replace(head, key=BOB.public_key)
+    others = [data[:end] for end in (0, 3, 4, 60, len(data) - 1)]
+    others += [data + b"x", seal(head), seal(forged, content), seal(manifest_of(CHAIN))]
+    others += [data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :] for at in range(0, len(data), 7)]
+    for other in others:
+        with pytest.raises(ProtocolError):
+            unseal(other, PseudoGradient)
+
+
+WHO = {"prefix": "model", "key": ALICE.public_key, "membership": b"", "signature": bytes(64)}
+STATEMENTS: dict[str, Statement] = {
+    "card": Card(schema=b"", agreement=(), **WHO),
+    "manifest": manifest_of(CHAIN, entry_of(ALICE.id, 1)),
+    "contribution": contribution(ALICE, FIRST).head,
+    "state": StateHead(chain=CHAIN, manifest=b"", **WHO),
+}
+
+
+@pytest.mark.parametrize("version", [VERSION - 1, VERSION + 1, 255])
+@pytest.mark.parametrize("kind", STATEMENTS)
+def test_an_object_of_another_version_is_told_by_both_versions(kind: str, version: int) -> None:
+    """It may have fields that this version does not know, and another signature."""
+    statement = STATEMENTS[kind]
+    head = msgspec.msgpack.encode([*msgspec.structs.astuple(statement), "a field of then"])
+    data = b"colab_swarm" + bytes([version]) + len(head).to_bytes(4, "big") + head
+    text = (
+        f"the run was written by protocol {version}, this package speaks {VERSION}: update the older of both"
+    )
+    with pytest.raises(ProtocolError, match=f"^{text}$"):
+        unseal(data, type(statement))
+
+
+@pytest.mark.parametrize(
+    ("pace_s", "wait_s"), [(1.0, 8.0), (10.0, 26.0), (60.0, 135.0), (360.0, 810.0), (3600.0, 7290.0)]
+)
+def test_the_wait_for_most_members_is_two_usual_rounds_and_a_grace(pace_s: float, wait_s: float) -> None:
+    chain = msgspec.structs.replace(CHAIN, pace_s=pace_s)
+    assert chain.due_at([ALICE.id], (), ()) == chain.closed_at + wait_s
+    assert chain.late_at < chain.deadline
+
+
+@pytest.mark.parametrize(
+    ("seconds", "pace_s"),
+    [
+        ({ALICE: 9.0, BOB: 11.0, CAROL: 12.0}, 11.0),
+        ({ALICE: 9.0, BOB: 11.0, CAROL: 9e11}, 11.0),
+        ({ALICE: 9.0, BOB: 8 * 3600.0}, 9.0),
+        ({ALICE: 0.0}, MIN_PACE_S),
+        ({ALICE: 9e11}, MAX_PACE_S),
+    ],
+)
+def test_a_usual_round_is_the_median_time_of_its_members(
+    seconds: dict[Identity, float], pace_s: float
+) -> None:
+    """One whose laptop slept for a night stretches the next round at most while it is alone."""
+    chain = after(CHAIN, seconds)
+    assert chain.pace_s == pace_s
+    assert after(chain, {ALICE: PACE_S}).pace_s == PACE_S
+
+
+@given(
+    st.lists(
+        st.sets(st.tuples(st.sampled_from([ALICE.id, BOB.id]), st.integers(0, 9)), min_size=1), max_size=9
+    )
+)
+def test_no_contribution_counts_twice_or_late(proposals: list[set[tuple[PeerId, int]]]) -> None:
+    chain = FIRST
+    counted = list[tuple[PeerId, int]]()
+    for number, places in enumerate(proposals):
+        made = manifest_of(chain, *[entry_of(*place) for place in sorted(places)])
+        if not chain.fault_of(made):
+            assert all(chain.round - WINDOW <= round <= chain.round for _, round in places)
+            counted += places
+            chain = chain.after(made, bytes([number]) * 32, closed_at=0.0)
+    assert len(counted) == len(set(counted))
+
+
+def test_the_mean_is_weighted_by_samples_and_the_same_in_any_order_of_reading() -> None:
+    """A GPU that has computed 40 times as much counts for 40 times as much."""
+    codec = codec_of("float32")
+    rng = np.random.default_rng(0)
+    vectors = [rng.standard_normal(1000).astype(np.float32) * scale for scale in (1.0, 5.0, 0.1)]
+    weights = [1.0, 40.0, 2.5]
+    entries = []
+    read = {}
+    for who, vector, weight in zip((ALICE, BOB, CAROL), vectors, weights, strict=True):
+        made = contribution(who, FIRST, weight=weight)
+        content = contributions.encode(codec, HostVector(vector))
+        entries.append(made.entry)
+        read[made.digest] = dataclasses.replace(made, content=memoryview(content))
+    means = set()
+    for order in itertools.permutations(read.items()):
+        out = np.empty(1000, np.float32)
+        means.add(contributions.mean_of(entries, dict(order), codec, out).tobytes())
+    expected = np.average([vector.astype(np.float64) for vector in vectors], axis=0, weights=weights)
+    np.testing.assert_allclose(np.frombuffer(means.pop(), np.float32), expected, rtol=0, atol=1e-5)
+    assert not means
+
+
+@pytest.mark.parametrize("name", ["float32", "int8", "sparseloco"])
+@pytest.mark.parametrize(
+    "numel", [0, 1, 5000, contributions.PIECE - 1, contributions.PIECE, contributions.PIECE + 1]
+)
+def test_vectors_are_encoded_in_pieces_of_known_size(name: str, numel: int) -> None:
+    codec = codec_of(name)
+    values = np.linspace(-1, 1, numel, dtype=np.float32)
+    content = memoryview(contributions.encode(codec, HostVector(values)))
+    assert len(content) == contributions.encoded_bytes(codec, numel)
+    expected = [values[:0]]
+    for at in range(0, numel, contributions.PIECE):
+        piece = values[at : at + contributions.PIECE]
+        expected.append(codec.decode(codec.encode(piece), len(piece)))
+    decoded = [piece for _, piece in contributions.decode(codec, content, numel)]
+    np.testing.assert_array_equal(np.concatenate([values[:0], *decoded]), np.concatenate(expected))
+    with pytest.raises(ValueError, match="encoded"):
+        contributions.norm_of(codec, memoryview(bytes(content) + b"x"), numel)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_values_that_are_not_finite_are_found(value: float) -> None:
+    content = contributions.encode(codec_of("float32"), HostVector(np.array([1.0, value], np.float32)))
+    with pytest.raises(ValueError, match="finite"):
+        contributions.norm_of(codec_of("float32"), memoryview(content), 2)
