@@ -13,6 +13,7 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Generic, TypeAlias, TypeVar
 
+from colab_swarm.dht.service import on_loop
 from colab_swarm.errors import require
 from colab_swarm.events import (
     BatchDropped,
@@ -109,7 +110,7 @@ class Overview:
         if contributions is not None:
             ledger = contributions
             prefix = f"{services.run_id}/{MODEL}"
-            self._leaderboard = Background(lambda: runtime.call(ledger.read()), every_s=30.0)
+            self._leaderboard = Background(lambda: runtime.call(on_loop(ledger.known)), every_s=30.0)
             self._trainers = Background(
                 lambda: runtime.call(read_participants(services.dht, prefix)), every_s=3.0
             )

@@ -176,6 +176,10 @@ class Contributions:
     async def read(self) -> tuple[Contribution, ...]:
         """Ask all linked peers for their tallies; return the sum of all tallies, most samples first."""
         await self.share_with_all()
+        return self.known()
+
+    def known(self) -> tuple[Contribution, ...]:
+        """Return the sum of this peer's tally and of those that it was told, most samples first."""
         return sum_tallies({**self._told, self._peers.id: self.tally()})
 
     def tally(self) -> Tally:
