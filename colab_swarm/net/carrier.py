@@ -51,7 +51,6 @@ class NodeSettings:
         max_handshakes: accepted connections whose handshake is not complete.
         dial_timeout_s: seconds to dial one address, handshake included.
         handshake_timeout_s: seconds for an accepted connection to complete its handshake.
-        max_streams_per_link, max_calls_per_link: streams and calls that one peer may have open.
     """
 
     run_id: str = ""
@@ -69,8 +68,6 @@ class NodeSettings:
     max_handshakes: int = 64
     dial_timeout_s: float = 10.0
     handshake_timeout_s: float = 10.0
-    max_streams_per_link: int = 256
-    max_calls_per_link: int = 1024
 
     def __post_init__(self) -> None:
         fits = len(self.run_id.encode()) <= MAX_RUN_ID_BYTES

@@ -13,11 +13,12 @@ from weakref import WeakKeyDictionary
 from colab_swarm.errors import CallRefused, PeerError, PeerLost, PeerTimeout, ProtocolError
 from colab_swarm.events import EventLog, Fault, Notice
 from colab_swarm.markup import plain
-from colab_swarm.net.carrier import LinkType, Loopback, NodeSettings, Remote, Traffic
+from colab_swarm.net.carrier import LinkType, Loopback, Remote, Traffic
 from colab_swarm.net.membership import voucher_of
 from colab_swarm.net.mux import (
     ENCODER,
     FAILURE,
+    MAX_CALLS,
     Frame,
     FrameKind,
     Handler,
@@ -25,7 +26,6 @@ from colab_swarm.net.mux import (
     ServiceTable,
     decoder_of,
     encode_opening,
-    item_cost,
 )
 from colab_swarm.net.noise import TAG_BYTES
 from colab_swarm.net.patience import LeftOut
@@ -39,6 +39,7 @@ from colab_swarm.net.peers import (
     R,
     Refusal,
     Stream,
+    item_cost,
     short,
 )
 
@@ -132,16 +133,14 @@ class Link:
         dialled: bool,
         services: tuple[ServiceTable, ServiceTable],
         traffic: tuple[Traffic, Traffic],
-        settings: NodeSettings,
         events: EventLog,
         unread: Unread,
+        on_closed: Callable[["Link"], None],
     ) -> None:
         self.remote = remote
         self.dialled = dialled
         self.peer: PeerId = remote.contact.id
-        self._max_calls = settings.max_calls_per_link
-        max_streams = settings.max_streams_per_link
-        self.mux = Mux(initiator=dialled, max_streams=max_streams, max_calls=self._max_calls)
+        self.mux = Mux(partial(Stream, self), initiator=dialled)
         self.carrier = carrier
         self._keys = remote.keys
         self._events = events
@@ -152,9 +151,6 @@ class Link:
         self.opened_at = self._loop.time()
         self.used_at = self.opened_at
         self.rtts_s: deque[float] = deque(maxlen=5)
-        self._calls: dict[int, asyncio.Future[memoryview]] = {}
-        self._streams: dict[int, Stream] = {}
-        self._answering: dict[int, asyncio.Task[None]] = {}
         # A dict keeps the order of their start, in which they are cancelled; a set would not.
         self.tasks: dict[asyncio.Task[None], None] = {}
         self._flush_scheduled = False
@@ -163,7 +159,7 @@ class Link:
         self._writable = asyncio.Event()
         self._writable.set()
         self.lost: str | None = None
-        self.on_closed: Callable[[Link], None] = lambda link: None
+        self._on_closed = on_closed
 
     def __repr__(self) -> str:
         opening = "dialled" if self.dialled else "accepted"
@@ -188,12 +184,12 @@ class Link:
     async def call(self, message: Message, reply: type[R], *, timeout_s: float) -> R:
         """Call the peer, as `Node.call` does."""
         opening = encode_opening(message)
-        if len(self._calls) >= self._max_calls:
-            raise CallRefused("busy", f"{len(self._calls)} calls to {short(self.peer)} are pending already")
+        if len(self.mux.calls) >= MAX_CALLS:
+            raise CallRefused("busy", f"{MAX_CALLS} calls to {short(self.peer)} are pending already")
         self._require_open()
-        id = self.mux.call(opening)
+        answer: asyncio.Future[memoryview] = self._loop.create_future()
+        id = self.mux.call(opening, answer)
         self.flush_soon()
-        answer = self._calls[id] = self._loop.create_future()
         # A timer of our own takes 5 us less than asyncio.timeout.
         timer = self._loop.call_later(timeout_s, fail, answer, TimeoutError())
         try:
@@ -203,16 +199,13 @@ class Link:
             raise PeerTimeout(text) from None
         finally:
             timer.cancel()
-            if self._calls.pop(id, None) is not None:
-                self.mux.cancel(id)
-                self.flush_soon()
+            self.mux.cancel(id)
+            self.flush_soon()
 
     def open_stream(self, opening: Message) -> Stream:
         """Open a stream at once; raises `PeerLost` if the link is closed or closing."""
         self._require_open()
-        id = self.mux.open(encode_opening(opening))
-        stream = Stream(self, id)
-        self._streams[id] = stream
+        stream = self.mux.open(encode_opening(opening))
         self.flush_soon()
         return stream
 
@@ -230,32 +223,11 @@ class Link:
                 else:
                     await asyncio.sleep(self._sent.delay(self._loop.time()))
 
-    def send_item(self, id: int, message: bytes, payload: Buffer) -> None:
+    def send_item(self, stream: Stream, message: bytes, payload: Buffer) -> None:
         """Seal and send an item now; ``payload`` may be reused afterwards."""
         self.used_at = self._loop.time()
-        self.mux.send(id, message, payload)
+        self.mux.send(stream, message, payload)
         self._flush()
-
-    def consumed(self, stream: Stream, message: memoryview, payload: memoryview) -> None:
-        """Grant credit for an item that the application took."""
-        cost = item_cost(message, payload)
-        stream.held_bytes -= cost
-        self.mux.consumed(stream.id, cost)
-        self.flush_soon()
-
-    def end_stream(self, id: int) -> None:
-        self.mux.end(id)
-        self._forget_if_over(id)
-        self.flush_soon()
-
-    def reset_stream(self, id: int, code: str, text: str) -> None:
-        self.mux.reset(id, code, text)
-        self._streams.pop(id, None)
-        self.flush_soon()
-
-    def _forget_if_over(self, id: int) -> None:
-        if id not in self.mux.streams:
-            self._streams.pop(id, None)
 
     def decode(self, kind: type[M], data: memoryview) -> M:
         """Decode a reply or an item of the peer; raises `ProtocolError`."""
@@ -266,7 +238,7 @@ class Link:
             text = f"what {short(self.peer)} sent is not a valid {kind.__name__}: {error}"
             raise ProtocolError(text) from error
 
-    def _on_opening(self, frame: Frame) -> None:
+    def _on_opening(self, frame: Frame, stream: Stream) -> None:
         id = frame.id
         call_services, stream_services = self._services
         is_call = frame.kind is FrameKind.CALL
@@ -280,10 +252,8 @@ class Link:
             refuse(id, error.code, str(error))
             return
         if is_call:
-            self._answering[id] = self._start(self._answer(id, handler, message))
+            self.mux.serving[id] = self._start(self._answer(id, handler, message))
         else:
-            stream = Stream(self, id)
-            self._streams[id] = stream
             self._unread.add(stream, len(frame.message))
             self._start(self._converse(stream, handler, message))
 
@@ -316,7 +286,6 @@ class Link:
         except Exception as error:
             self.mux.fail(id, "failed", self._report("call handler", error))
         finally:
-            self._answering.pop(id, None)
             # Schedule it now: if the task's end did, other frames of this turn would leave first.
             self.flush_soon()
 
@@ -325,7 +294,8 @@ class Link:
             await handler(message, stream)
             stream.leave()
         except Refusal as error:
-            self.reset_stream(stream.id, "refused", str(error))
+            self.mux.reset(stream.id, "refused", str(error))
+            self.flush_soon()
         except asyncio.CancelledError:
             stream.reset("the handler was cancelled")
             raise
@@ -333,7 +303,8 @@ class Link:
             logger.debug("stream with %s ended early: %s", short(stream.peer), error)
             stream.reset(str(error))
         except Exception as error:
-            self.reset_stream(stream.id, "failed", self._report("stream handler", error))
+            self.mux.reset(stream.id, "failed", self._report("stream handler", error))
+            self.flush_soon()
 
     def _report(self, where: str, error: Exception) -> str:
         logger.exception("%s failed, serving %s", where, short(self.peer))
@@ -394,8 +365,8 @@ class Link:
         pause_s = self._received.delay(now)
         try:
             packet = data if self._keys is None else self._keys[1].decrypt(data)
-            for frame in self.mux.on_packet(packet):
-                self._on_frame(frame)
+            for frame, subject in self.mux.on_packet(packet):
+                self._on_frame(frame, subject)
                 if self.lost is not None:
                     return
         except ProtocolError as error:
@@ -422,61 +393,50 @@ class Link:
             return
         self.lost = reason
         text = f"the link to {short(self.peer)} is lost: {reason}"
-        for answer in self._calls.values():
+        for answer in self.mux.calls.values():
             fail(answer, PeerLost(text))
-        for stream in self._streams.values():
+        for stream in self.mux.streams.values():
             stream.on_fault(PeerLost(text))
-        for task in self._answering.values():
-            task.cancel()
-        self._calls.clear()
+        for task in self.mux.serving.values():
+            # A simulated fault strikes before the task is made.
+            if task is not None:
+                task.cancel()
         self._writable.set()
-        self.on_closed(self)
+        self._on_closed(self)
 
-    def _on_frame(self, frame: Frame) -> None:
+    def _on_frame(self, frame: Frame, subject: Any) -> None:
+        """Act on a frame; ``subject`` is the stream, the waiting call or the task that it concerns."""
         kind = frame.kind
         if kind is FrameKind.ITEM:
-            stream = self._streams[frame.id]
-            stream.on_item(frame.message, frame.payload)
-            self._unread.add(stream, item_cost(frame.message, frame.payload))
+            subject.on_item(frame.message, frame.payload)
+            self._unread.add(subject, item_cost(frame.message, frame.payload))
         elif kind is FrameKind.CALL or kind is FrameKind.OPEN:
-            self._on_opening(frame)
+            self._on_opening(frame, subject)
         elif kind is FrameKind.REPLY:
-            answer = self._calls.pop(frame.id)
-            if not answer.done():
-                answer.set_result(frame.message)
+            if not subject.done():
+                subject.set_result(frame.message)
         elif kind is FrameKind.PONG:
-            self._on_pong(frame.message)
+            if len(frame.message) == _TOKEN.size:
+                (sent_at,) = _TOKEN.unpack(frame.message)
+                self.rtts_s.append(max(0.0, self._loop.time() - sent_at))
         elif kind is FrameKind.LEAVING:
             self.leave()
-        else:
-            self._on_rare_frame(frame)
-        self._close_if_done()
-
-    def _on_pong(self, token: memoryview) -> None:
-        if len(token) == _TOKEN.size:
-            (sent_at,) = _TOKEN.unpack(token)
-            rtt_s = self._loop.time() - sent_at
-            self.rtts_s.append(max(0.0, rtt_s))
-
-    def _on_rare_frame(self, frame: Frame) -> None:
-        kind = frame.kind
-        id = frame.id
-        if kind is FrameKind.ERROR:
-            code, text = self._failure(frame)
-            fail(self._calls.pop(id), CallRefused(code, text))
-        elif kind is FrameKind.CANCEL:
-            self._answering.pop(id).cancel()
         elif kind is FrameKind.CREDIT:
-            self._streams[id].credit.set()
+            subject.on_credit()
         elif kind is FrameKind.END:
-            self._streams[id].on_end()
-            self._forget_if_over(id)
-        elif kind is FrameKind.RESET:
+            subject.wake()
+        elif kind is FrameKind.CANCEL:
+            subject.cancel()
+        else:
             code, text = self._failure(frame)
             fault: PeerError = CallRefused(code, text)
-            if code == "reset":
-                fault = PeerLost(f"reset by {text}")
-            self._streams.pop(id).on_fault(fault)
+            if kind is FrameKind.ERROR:
+                fail(subject, fault)
+            else:
+                if code == "reset":
+                    fault = PeerLost(f"reset by {text}")
+                subject.on_fault(fault)
+        self._close_if_done()
 
     def _failure(self, frame: Frame) -> tuple[str, str]:
         try:

@@ -24,14 +24,23 @@ frame over `MAX_PACKET_BYTES` is cut into consecutive packets that carry nothing
 import enum
 import struct
 from collections.abc import Awaitable, Callable, Iterable, Iterator
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple, TypeAlias
 
 import msgspec
 
 from colab_swarm.errors import CallRefused, ProtocolError, require
-from colab_swarm.net.peers import MAX_MESSAGE_BYTES, MAX_PAYLOAD_BYTES, UNDECODABLE, Buffer, Message, Role
+from colab_swarm.net.peers import (
+    MAX_MESSAGE_BYTES,
+    MAX_PAYLOAD_BYTES,
+    STREAM_WINDOW_BYTES,
+    UNDECODABLE,
+    Buffer,
+    Message,
+    Role,
+    Stream,
+    item_cost,
+)
 
 MAX_PACKET_BYTES = 124 << 10
 HEADER = struct.Struct("<QII")
@@ -117,11 +126,10 @@ class FrameReader:
             message_at = content_at + payload_bytes
             at = message_at + message_bytes
             if at > end:
-                frame_bytes = at - content_at + HEADER.size
-                alone = not frames and end == MAX_PACKET_BYTES
-                require(alone, f"a frame of {frame_bytes} bytes is truncated", ProtocolError)
+                self._frame_bytes = at - content_at + HEADER.size
+                if frames or end != MAX_PACKET_BYTES:
+                    raise ProtocolError(f"a frame of {self._frame_bytes} bytes is truncated")
                 self._partial = bytearray(view)
-                self._frame_bytes = frame_bytes
                 break
             frames.append(Frame(kind, id, view[message_at:at], view[content_at:message_at]))
             at += -at % _ALIGNMENT
@@ -154,9 +162,9 @@ def _read_header(view: memoryview, at: int) -> tuple[FrameKind, int, int, int]:
     return kind, id, message_bytes, payload_bytes
 
 
-STREAM_WINDOW_BYTES = 1 << 21
-# The Python objects of an item in memory.
-ITEM_OVERHEAD_BYTES = 768
+# Streams and calls that a peer may have open; a hostile peer opens many.
+MAX_STREAMS = 256
+MAX_CALLS = 1024
 _MAX_CREDIT_BYTES = 1 << 31
 _MAX_PING_BYTES = 32
 # An error text is cut to this length.
@@ -205,52 +213,32 @@ class ServiceTable:
             raise CallRefused("invalid", f"undecodable message: {error}") from error
 
 
-@dataclass(slots=True)
-class Flow:
-    """Flow control of one stream, in bytes.
+class Mux:
+    """One end of a link, the ``initiator`` if it dialled: its streams and calls.
+
+    More than `MAX_STREAMS` streams or `MAX_CALLS` calls of the peer are reset or refused as ``busy``.
 
     Attributes:
-        credit: bytes that this end may still send; negative if the last item overdrew.
-        window: bytes that the peer may still send.
-        consumed: bytes that the application took, not yet granted again.
-        sent_end, got_end: whether END has passed, each way.
+        streams: the open streams by number, made by ``make_stream(id)``.
+        calls: for each call to the peer what waits for its reply.
+        serving: for each call of the peer what answers it; None until the application sets it.
     """
 
-    credit: int = STREAM_WINDOW_BYTES
-    window: int = STREAM_WINDOW_BYTES
-    consumed: int = 0
-    sent_end: bool = False
-    got_end: bool = False
-
-
-def item_cost(message: Buffer, payload: Buffer) -> int:
-    """Return the bytes of credit that an item takes. Empty items cost too, so that their number is bounded."""
-    return len(message) + len(payload) + ITEM_OVERHEAD_BYTES
-
-
-class Mux:
-    """One end of a link, the ``initiator`` if it dialled.
-
-    ``max_streams`` and ``max_calls`` of the peer may be open; more are reset or refused as ``busy``.
-    """
-
-    def __init__(self, *, initiator: bool, max_streams: int, max_calls: int) -> None:
+    def __init__(self, make_stream: Callable[[int], Stream], *, initiator: bool) -> None:
+        self._make_stream = make_stream
         self._next_id = 1 if initiator else 2
         self._last_theirs = 0 if initiator else -1
-        self._max_streams = max_streams
-        self._max_calls = max_calls
         self._reader = FrameReader()
         self.queue: list[bytes] = []
-        self.streams: dict[int, Flow] = {}
-        # The number of streams that the peer opened: a hostile peer opens many.
+        self.streams: dict[int, Stream] = {}
         self._their_streams = 0
-        self._calls: set[int] = set()
-        self._serving: set[int] = set()
+        self.calls: dict[int, Any] = {}
+        self.serving: dict[int, Any] = {}
         self.leaving = False
         self.peer_leaving = False
 
     def __repr__(self) -> str:
-        state = f"calls={len(self._calls)}, serving={len(self._serving)}, streams={len(self.streams)}"
+        state = f"calls={len(self.calls)}, serving={len(self.serving)}, streams={len(self.streams)}"
         if self.leaving or self.peer_leaving:
             state += ", leaving"
         return f"Mux({state})"
@@ -258,7 +246,7 @@ class Mux:
     @property
     def quiet(self) -> bool:
         """Whether no call or stream is open, either way."""
-        return not (self._calls or self._serving or self.streams)
+        return not (self.calls or self.serving or self.streams)
 
     def take(self) -> list[bytes]:
         """Return the queued frames as packets, in order."""
@@ -266,66 +254,59 @@ class Mux:
         self.queue = []
         return to_packets(frames)
 
-    def call(self, opening: bytes) -> int:
-        """Queue a call with an encoded opening; return its number."""
+    def call(self, opening: bytes, waiting: Any) -> int:
+        """Queue a call with an encoded opening; return its number. `on_packet` gives ``waiting`` with the reply."""
         id = self._new_id()
-        self._calls.add(id)
+        self.calls[id] = waiting
         self.queue.append(encode(FrameKind.CALL, id, opening))
         return id
 
     def cancel(self, id: int) -> None:
         """Give up a call: the peer's handler is cancelled, a late reply dropped."""
-        if id in self._calls:
-            self._calls.remove(id)
+        if id in self.calls:
+            del self.calls[id]
             self.queue.append(encode(FrameKind.CANCEL, id))
 
     def reply(self, id: int, body: bytes, kind: FrameKind = FrameKind.REPLY) -> None:
         """Answer a call of the peer, unless it was cancelled."""
-        if id in self._serving:
-            self._serving.remove(id)
+        if id in self.serving:
+            del self.serving[id]
             self.queue.append(encode(kind, id, body))
 
     def fail(self, id: int, code: str, text: str) -> None:
         """Answer a call of the peer with an error, unless it was cancelled."""
         self.reply(id, _failure(code, text), FrameKind.ERROR)
 
-    def open(self, opening: bytes) -> int:
-        """Open a stream with an encoded opening; return its number."""
+    def open(self, opening: bytes) -> Stream:
+        """Open a stream with an encoded opening."""
         id = self._new_id()
-        self.streams[id] = Flow()
+        stream = self.streams[id] = self._make_stream(id)
         self.queue.append(encode(FrameKind.OPEN, id, opening))
-        return id
+        return stream
 
-    def may_send(self, id: int) -> bool:
-        """Return True if an item may be sent now: the stream is open and has credit."""
-        flow = self.streams.get(id)
-        return flow is not None and flow.credit > 0
+    def send(self, stream: Stream, message: bytes, payload: Buffer) -> None:
+        """Queue an item; the stream must be open and have credit."""
+        assert stream.id in self.streams and stream.credit_bytes > 0 and not stream.sent_end
+        stream.credit_bytes -= item_cost(message, payload)
+        self.queue.append(encode(FrameKind.ITEM, stream.id, message, payload))
 
-    def send(self, id: int, message: bytes, payload: Buffer) -> None:
-        """Queue an item; check `may_send` first."""
-        flow = self.streams[id]
-        assert flow.credit > 0 and not flow.sent_end
-        flow.credit -= item_cost(message, payload)
-        self.queue.append(encode(FrameKind.ITEM, id, message, payload))
-
-    def consumed(self, id: int, cost: int) -> None:
+    def consumed(self, stream: Stream, cost: int) -> None:
         """Grant credit for an item that the application took, in eighths of a window: equal senders stay even."""
-        flow = self.streams.get(id)
-        if flow is None or flow.got_end:
+        if stream.got_end or stream.id not in self.streams:
             return
-        flow.consumed += cost
-        if flow.consumed >= STREAM_WINDOW_BYTES // 8:
-            self.queue.append(encode(FrameKind.CREDIT, id, _U32.pack(flow.consumed)))
-            flow.window += flow.consumed
-            flow.consumed = 0
+        stream.consumed_bytes += cost
+        if stream.consumed_bytes >= STREAM_WINDOW_BYTES // 8:
+            self.queue.append(encode(FrameKind.CREDIT, stream.id, _U32.pack(stream.consumed_bytes)))
+            stream.window_bytes += stream.consumed_bytes
+            stream.consumed_bytes = 0
 
-    def end(self, id: int) -> None:
+    def end(self, stream: Stream) -> None:
         """End this side of the stream. Idempotent."""
-        flow = self.streams.get(id)
-        if flow is not None and not flow.sent_end:
-            flow.sent_end = True
-            self.queue.append(encode(FrameKind.END, id))
-            self._forget_if_over(id, flow)
+        if not stream.sent_end and stream.id in self.streams:
+            self.queue.append(encode(FrameKind.END, stream.id))
+            if stream.got_end:
+                self._forget(stream.id)
+        stream.sent_end = True
 
     def reset(self, id: int, code: str = "reset", text: str = "") -> None:
         """Drop the stream both ways. Idempotent."""
@@ -343,28 +324,33 @@ class Mux:
             self.leaving = True
             self.queue.append(encode(FrameKind.LEAVING, 0))
 
-    def on_packet(self, packet: Buffer) -> Iterator[Frame]:
+    def on_packet(self, packet: Buffer) -> Iterator[tuple[Frame, Any]]:
         """Take a packet from the peer; yield the frames for the application. Close on `ProtocolError`.
 
+        With each frame comes the stream that it concerns, or what waits for or answers its call; else True.
         Act on each frame before taking the next: a call or stream that is over gets no further frames.
         """
-        yield from filter(self._admit, self._reader.read(packet))
+        for frame in self._reader.read(packet):
+            subject = self._admit(frame)
+            if subject is not None:
+                yield frame, subject
 
-    def _admit(self, frame: Frame) -> bool:
+    def _admit(self, frame: Frame) -> Any:
+        """Return what a frame concerns, None if it is dropped."""
         kind = frame.kind
         if kind is FrameKind.ITEM:
             return self._on_item(frame)
         if kind is FrameKind.CALL or kind is FrameKind.OPEN:
             return self._on_opening(frame)
         if kind is FrameKind.REPLY or kind is FrameKind.ERROR:
-            return self._remove(self._calls, frame.id)
+            return self._remove(self.calls, frame.id)
         if kind is FrameKind.CANCEL:
-            return self._remove(self._serving, frame.id)
+            return self._remove(self.serving, frame.id)
         if kind is FrameKind.PING:
-            fits = len(frame.message) <= _MAX_PING_BYTES
-            require(fits, f"a ping of {len(frame.message)} bytes", ProtocolError)
+            if len(frame.message) > _MAX_PING_BYTES:
+                raise ProtocolError(f"a ping of {len(frame.message)} bytes")
             self.queue.append(encode(FrameKind.PONG, 0, frame.message))
-            return False
+            return None
         if kind is FrameKind.PONG:
             return True
         if kind is FrameKind.LEAVING:
@@ -372,77 +358,74 @@ class Mux:
             return True
         return self._on_stream_control(frame)
 
-    def _on_opening(self, frame: Frame) -> bool:
+    def _on_opening(self, frame: Frame) -> Any:
         id = frame.id
         if id <= self._last_theirs or self._is_ours(id):
             raise ProtocolError(f"{frame.kind.name} with number {id} after {self._last_theirs}")
         self._last_theirs = id
         if frame.kind is FrameKind.CALL:
-            self._serving.add(id)
-            if len(self._serving) > self._max_calls:
-                self.fail(id, "busy", f"{self._max_calls} calls are pending on this link")
-                return False
-        else:
-            self.streams[id] = Flow()
-            self._their_streams += 1
-            if self._their_streams > self._max_streams:
-                self.reset(id, "busy", f"{self._max_streams} streams are open on this link")
-                return False
-        return True
+            self.serving[id] = None
+            if len(self.serving) > MAX_CALLS:
+                self.fail(id, "busy", f"{MAX_CALLS} calls are pending on this link")
+                return None
+            return True
+        stream = self.streams[id] = self._make_stream(id)
+        self._their_streams += 1
+        if self._their_streams > MAX_STREAMS:
+            self.reset(id, "busy", f"{MAX_STREAMS} streams are open on this link")
+            return None
+        return stream
 
-    def _on_item(self, frame: Frame) -> bool:
-        flow = self._flow(frame)
-        if flow is None:
-            return False
-        if flow.got_end:
+    def _on_item(self, frame: Frame) -> Stream | None:
+        stream = self._stream(frame)
+        if stream is None:
+            return None
+        if stream.got_end:
             raise ProtocolError(f"an item on stream {frame.id} after its end")
-        if flow.window <= 0:
+        if stream.window_bytes <= 0:
             raise ProtocolError(f"an item on stream {frame.id} without credit")
-        flow.window -= item_cost(frame.message, frame.payload)
-        return True
+        stream.window_bytes -= item_cost(frame.message, frame.payload)
+        return stream
 
-    def _on_stream_control(self, frame: Frame) -> bool:
-        flow = self._flow(frame)
-        if flow is None:
-            return False
+    def _on_stream_control(self, frame: Frame) -> Stream | None:
+        stream = self._stream(frame)
+        if stream is None:
+            return None
         if frame.kind is FrameKind.RESET:
             self._forget(frame.id)
         elif frame.kind is FrameKind.END:
-            require(not flow.got_end, f"a second end of stream {frame.id}", ProtocolError)
-            flow.got_end = True
-            self._forget_if_over(frame.id, flow)
+            if stream.got_end:
+                raise ProtocolError(f"a second end of stream {frame.id}")
+            stream.got_end = True
+            if stream.sent_end:
+                self._forget(frame.id)
         else:
-            require(len(frame.message) == _U32.size, "a credit frame of the wrong size", ProtocolError)
+            if len(frame.message) != _U32.size:
+                raise ProtocolError("a credit frame of the wrong size")
             (more_bytes,) = _U32.unpack(frame.message)
-            flow.credit += more_bytes
-            fault = f"stream {frame.id} got credit for {flow.credit} bytes"
-            require(flow.credit <= _MAX_CREDIT_BYTES, fault, ProtocolError)
-        return True
+            stream.credit_bytes += more_bytes
+            if stream.credit_bytes > _MAX_CREDIT_BYTES:
+                raise ProtocolError(f"stream {frame.id} got credit for {stream.credit_bytes} bytes")
+        return stream
 
-    def _flow(self, frame: Frame) -> Flow | None:
-        flow = self.streams.get(frame.id)
-        if flow is None:
+    def _stream(self, frame: Frame) -> Stream | None:
+        stream = self.streams.get(frame.id)
+        if stream is None:
             self._require_opened(frame.id)
-        return flow
+        return stream
 
-    def _remove(self, pending: set[int], id: int) -> bool:
-        if id in pending:
-            pending.remove(id)
-            return True
-        self._require_opened(id)
-        return False
+    def _remove(self, pending: dict[int, Any], id: int) -> Any:
+        if id not in pending:
+            self._require_opened(id)
+        return pending.pop(id, None)
 
     def _require_opened(self, id: int) -> None:
         last_id = self._next_id - 1 if self._is_ours(id) else self._last_theirs
-        opened = 0 < id <= last_id
-        require(opened, f"a frame names call or stream {id}, which was never opened", ProtocolError)
+        if not 0 < id <= last_id:
+            raise ProtocolError(f"a frame names call or stream {id}, which was never opened")
 
     def _is_ours(self, id: int) -> bool:
         return id % 2 == self._next_id % 2
-
-    def _forget_if_over(self, id: int, flow: Flow) -> None:
-        if flow.sent_end and flow.got_end:
-            self._forget(id)
 
     def _forget(self, id: int) -> None:
         del self.streams[id]

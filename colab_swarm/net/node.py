@@ -124,9 +124,9 @@ class Node:
         self._make_link = partial(
             make_link,
             services=self.services,
-            settings=settings,
             events=events,
             unread=Unread(events),
+            on_closed=self._on_link_closed,
         )
         self.table = LinkTable(identity.id)
         self.book = AddressBook()
@@ -499,7 +499,6 @@ class Node:
         return link
 
     def _add_link(self, link: Link) -> None:
-        link.on_closed = self._on_link_closed
         first = self.table.add(link)
         remember(self.vouchers, link.peer, link.voucher, MAX_BOOK_ENTRIES)
         best = self.table.best(link.peer)

@@ -32,6 +32,9 @@ Buffer: TypeAlias = bytes | bytearray | memoryview
 MAX_PAYLOAD_BYTES = 1 << 20
 # The encoded message of a call or a stream item.
 MAX_MESSAGE_BYTES = 1 << 18
+STREAM_WINDOW_BYTES = 1 << 21
+# The Python objects of an item in memory.
+ITEM_OVERHEAD_BYTES = 768
 MAX_ADDRESSES = 16
 MAX_RUN_ID_BYTES = 64
 _encoder = msgspec.msgpack.Encoder()
@@ -103,6 +106,11 @@ class LinkStatistics:
     download_bps: float | None = None
 
 
+def item_cost(message: Buffer, payload: Buffer) -> int:
+    """Return the bytes of credit that an item takes. Empty items cost too, so that their number is bounded."""
+    return len(message) + len(payload) + ITEM_OVERHEAD_BYTES
+
+
 class Stream:
     """Items to and from a peer. Use it as an async context manager: an exception resets the stream."""
 
@@ -110,15 +118,20 @@ class Stream:
         self._link = link
         self.id = id
         self.peer: PeerId = link.peer
+        # The link's `Mux` keeps the next five. Bytes that this end may still send: negative if an item overdrew.
+        self.credit_bytes = STREAM_WINDOW_BYTES
+        # Bytes that the peer may still send, and bytes that the application took, not granted again yet.
+        self.window_bytes = STREAM_WINDOW_BYTES
+        self.consumed_bytes = 0
+        self.sent_end = False
+        self.got_end = False
         # The size of the peer's opening, and of items that the application has not taken.
         self.held_bytes = 0
         self._inbox: deque[tuple[memoryview, memoryview]] = deque()
         self._fault: PeerError | None = None
-        self._got_end = False
-        self._sent_end = False
         self._discarding = False
         self._receiving: asyncio.Future[None] | None = None
-        self.credit = asyncio.Event()
+        self._has_credit = asyncio.Event()
 
     @property
     def voucher(self) -> bytes:
@@ -138,16 +151,16 @@ class Stream:
             limit = f"{MAX_MESSAGE_BYTES} + {MAX_PAYLOAD_BYTES}"
             raise ValueError(f"a stream item of {len(body)} + {len(flat)} bytes is over {limit}")
         while True:
-            require(not self._sent_end, "send after end")
+            require(not self.sent_end, "send after end")
             if self._fault is not None:
                 raise PeerLost(str(self._fault)) from self._fault
-            if not self._link.mux.may_send(self.id):
-                self.credit.clear()
-                await self.credit.wait()
+            if self.credit_bytes <= 0:
+                self._has_credit.clear()
+                await self._has_credit.wait()
             elif not self._link.ready:
                 await self._link.wait_ready()
             else:
-                self._link.send_item(self.id, body, flat)
+                self._link.send_item(self, body, flat)
                 return
 
     async def receive(self, kind: type[M]) -> tuple[M, memoryview]:
@@ -157,7 +170,7 @@ class Stream:
         stream, ProtocolError if the item is not a valid ``kind``; then the stream is reset.
         """
         while not self._inbox:
-            if self._got_end:
+            if self.got_end:
                 raise StreamEnded(f"peer {short(self.peer)} ended the stream")
             if self._fault is not None:
                 raise self._fault
@@ -168,7 +181,7 @@ class Stream:
             finally:
                 self._receiving = None
         message, payload = self._inbox.popleft()
-        self._link.consumed(self, message, payload)
+        self._consume(message, payload)
         try:
             return self._link.decode(kind, message), payload
         except ProtocolError:
@@ -177,14 +190,15 @@ class Stream:
 
     async def end(self) -> None:
         """End this side; receiving continues."""
-        self._sent_end = True
-        self._link.end_stream(self.id)
+        self._link.mux.end(self)
+        self._link.flush_soon()
 
     def reset(self, reason: str = "", code: str = "reset") -> None:
         """Drop the stream both ways, and its unread items; `receive` and `send` raise `PeerLost`. Idempotent."""
         self._inbox.clear()
         self.held_bytes = 0
-        self._link.reset_stream(self.id, code, reason)
+        self._link.mux.reset(self.id, code, reason)
+        self._link.flush_soon()
         self.on_fault(PeerLost(f"the stream with {short(self.peer)} was reset here: {reason}"))
 
     def leave(self) -> None:
@@ -192,9 +206,16 @@ class Stream:
         self._discarding = True
         while self._inbox:
             message, payload = self._inbox.popleft()
-            self._link.consumed(self, message, payload)
-        self._sent_end = True
-        self._link.end_stream(self.id)
+            self._consume(message, payload)
+        self._link.mux.end(self)
+        self._link.flush_soon()
+
+    def _consume(self, message: memoryview, payload: memoryview) -> None:
+        """Grant credit for an item that the application took."""
+        cost = item_cost(message, payload)
+        self.held_bytes -= cost
+        self._link.mux.consumed(self, cost)
+        self._link.flush_soon()
 
     async def __aenter__(self) -> Self:
         return self
@@ -213,26 +234,25 @@ class Stream:
 
     def on_item(self, message: memoryview, payload: memoryview) -> None:
         if self._discarding:
-            self._link.consumed(self, message, payload)
+            self._consume(message, payload)
             return
         if 2 * (len(message) + len(payload)) < memoryview(message.obj).nbytes:
             # A slice keeps its whole packet alive, and the credit counts only the slice.
             message = memoryview(bytes(message))
             payload = memoryview(bytes(payload))
         self._inbox.append((message, payload))
-        self._wake()
+        self.wake()
 
-    def on_end(self) -> None:
-        self._got_end = True
-        self._wake()
+    def on_credit(self) -> None:
+        self._has_credit.set()
 
     def on_fault(self, fault: PeerError) -> None:
         """Fail the stream; items received before are still delivered."""
         self._fault = self._fault or fault
-        self.credit.set()
-        self._wake()
+        self._has_credit.set()
+        self.wake()
 
-    def _wake(self) -> None:
+    def wake(self) -> None:
         if self._receiving is not None and not self._receiving.done():
             self._receiving.set_result(None)
 

@@ -15,7 +15,7 @@ from colab_swarm.averaging.group import Attend, StepReport
 from colab_swarm.errors import PeerError
 from colab_swarm.net.link import Link
 from colab_swarm.net.mux import FrameKind, encode, to_packets
-from colab_swarm.net.peers import Message, Stream
+from colab_swarm.net.peers import Message
 from colab_swarm.swarm.swarm import Swarm
 
 WILD: tuple[Any, ...] = (
@@ -166,17 +166,16 @@ async def send_messages(
     """Send one of each of these types, and items on the streams; return how many messages."""
     sent = 0
     for kind in calls:
-        link.mux.call(mutator.opening(kind))
-        answer = link._calls[max(link.mux._calls)] = asyncio.get_running_loop().create_future()
+        answer = asyncio.get_running_loop().create_future()
+        link.mux.call(mutator.opening(kind), answer)
         answer.add_done_callback(lambda done: done.cancelled() or done.exception())
         sent += 1
     for kind in streams:
-        stream = Stream(link, link.mux.open(mutator.opening(kind)))
-        link._streams[stream.id] = stream
+        stream = link.mux.open(mutator.opening(kind))
         # An organizer goes on to the reports only after a valid opening.
         for item in [StepReport] * 3 if kind is Attend else items[:3]:
-            if link.mux.may_send(stream.id):
-                link.send_item(stream.id, mutator.body(item), mutator.payload())
+            if stream.credit_bytes > 0:
+                link.send_item(stream, mutator.body(item), mutator.payload())
                 sent += 1
         sent += 1
         mutator._rng.shuffle(items)

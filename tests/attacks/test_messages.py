@@ -80,8 +80,8 @@ class Full:
         rounds = self.optimizer.rounds
         return Counter(
             handlers=sum(len(link.tasks) for link in links),
-            streams=sum(len(link._streams) for link in links),
-            calls=sum(len(link._answering) for link in links),
+            streams=sum(len(link.mux.streams) for link in links),
+            calls=sum(len(link.mux.serving) for link in links),
             links=len(links),
             rounds=len(self.alice.services.averager._rounds),
             standing=len(rounds._rendezvous._queues),

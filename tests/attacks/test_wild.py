@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from colab_swarm.net.mux import FrameKind, Mux
-from colab_swarm.net.peers import PeerId, Refusal
+from colab_swarm.net.peers import PeerId, Refusal, Stream
 from colab_swarm.sim.network import SimLink
 from colab_swarm.swarm.swarm import Swarm
 from tests.attacks.town import CALM_S, Attack, attacked
@@ -82,29 +82,30 @@ def infect(wild: dict[PeerId, Wild], patch: pytest.MonkeyPatch) -> None:
 
         return wildly, message
 
-    def send_item(link: SimLink, id: int, message: bytes, payload: Any) -> None:
+    def send_item(link: SimLink, stream: Stream, message: bytes, payload: Any) -> None:
         member = wild.get(link._own.id)
         mood = member.mood() if member else ""
         if not member:
-            send(link, id, message, payload)
+            send(link, stream, message, payload)
         elif mood == "refuse":
-            link.reset_stream(id, "refused", "no")
+            stream.reset("no", "refused")
         elif mood == "delay":
             kept = bytes(message), bytes(payload)
 
             def late() -> None:
-                if link.lost is None and link.mux.may_send(id) and not link.mux.streams[id].sent_end:
-                    send(link, id, *kept)
+                still_open = stream.id in link.mux.streams and not stream.sent_end
+                if link.lost is None and still_open and stream.credit_bytes > 0:
+                    send(link, stream, *kept)
 
             asyncio.get_running_loop().call_later(member.delay_s(), late)
         elif mood != "drop":
-            send(link, id, *member.spoil(mood, bytes(message), bytes(payload)))
+            send(link, stream, *member.spoil(mood, bytes(message), bytes(payload)))
 
     def answer(mux: Mux, id: int, body: bytes, kind: FrameKind = FrameKind.REPLY) -> None:
         member = wild.get(owners.get(mux, PeerId(b"")))
         mood = member.mood() if member else ""
         if mood == "drop":
-            mux._serving.discard(id)
+            mux.serving.pop(id, None)
         elif member and mood != "delay":
             reply(mux, id, member.spoil(mood, bytes(body), b"")[0], kind)
         else:

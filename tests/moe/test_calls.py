@@ -113,8 +113,9 @@ async def test_the_retry_hint_of_a_busy_host_is_bounded(said: float, heard: floa
 
 
 @pytest.mark.real_time
-async def test_a_link_that_takes_no_more_streams_is_busy_too() -> None:
-    async with peers("alice", "bob", max_streams_per_link=1) as (alice, bob):
+async def test_a_link_that_takes_no_more_streams_is_busy_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("colab_swarm.net.mux.MAX_STREAMS", 1)
+    async with peers("alice", "bob") as (alice, bob):
         bob.serve_stream(expert_calls.ForwardExpert, truncates)
         first = await alice.stream(
             bob.id, expert_calls.ForwardExpert("ffn.0", 1, (4,), "float32"), timeout_s=5

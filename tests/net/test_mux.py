@@ -1,101 +1,100 @@
+from functools import partial
+from types import SimpleNamespace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from colab_swarm.errors import ProtocolError
-from colab_swarm.net.mux import ITEM_OVERHEAD_BYTES, STREAM_WINDOW_BYTES, Frame, FrameKind, Mux, encode
+from colab_swarm.net import mux as module
+from colab_swarm.net.mux import Frame, FrameKind, Mux, encode
+from colab_swarm.net.peers import ITEM_OVERHEAD_BYTES, STREAM_WINDOW_BYTES, Stream
 
 PAYLOAD = bytes((1 << 16) - ITEM_OVERHEAD_BYTES)  # an item of it costs a 32nd of the window
 
 
+def end(*, initiator: bool) -> Mux:
+    link = SimpleNamespace(peer=b"")
+    return Mux(partial(Stream, link), initiator=initiator)
+
+
 class Pair:
-    def __init__(self, *, max_streams: int = 8, max_calls: int = 8) -> None:
-        self.alice = Mux(initiator=True, max_streams=max_streams, max_calls=max_calls)
-        self.bob = Mux(initiator=False, max_streams=max_streams, max_calls=max_calls)
+    def __init__(self) -> None:
+        self.alice = end(initiator=True)
+        self.bob = end(initiator=False)
 
     def to_bob(self) -> list[Frame]:
-        return [frame for packet in self.alice.take() for frame in self.bob.on_packet(packet)]
+        return receive(self.bob, *self.alice.take())
 
     def to_alice(self) -> list[Frame]:
-        return [frame for packet in self.bob.take() for frame in self.alice.on_packet(packet)]
+        return receive(self.alice, *self.bob.take())
 
 
 def kinds(frames: list[Frame]) -> list[tuple[FrameKind, int]]:
     return [(frame.kind, frame.id) for frame in frames]
 
 
-def receive(mux: Mux, *frames: bytes) -> list[Frame]:
-    return [got for frame in frames for got in mux.on_packet(frame)]
+def receive(mux: Mux, *packets: bytes) -> list[Frame]:
+    return [frame for packet in packets for frame, _ in mux.on_packet(packet)]
 
 
 def credit(size_bytes: int) -> bytes:
     return encode(FrameKind.CREDIT, 1, size_bytes.to_bytes(4, "little"))
 
 
-def test_a_call_is_answered_by_its_number() -> None:
+def test_a_call_is_answered_by_its_number_and_a_cancelled_one_drops_its_late_reply() -> None:
     pair = Pair()
-    first, second = pair.alice.call(b"first"), pair.alice.call(b"second")
-    assert [bytes(frame.message) for frame in pair.to_bob()] == [b"first", b"second"]
+    first, second, third = (pair.alice.call(name, name) for name in (b"first", b"second", b"third"))
+    assert [bytes(frame.message) for frame in pair.to_bob()] == [b"first", b"second", b"third"]
     assert not (pair.alice.quiet or pair.bob.quiet)
     pair.bob.reply(second, b"2")
     pair.bob.fail(first, "failed", "because")
-    assert kinds(pair.to_alice()) == [(FrameKind.REPLY, 3), (FrameKind.ERROR, 1)]
+    (packet,) = pair.bob.take()
+    replies = [(frame.kind, frame.id, waiting) for frame, waiting in pair.alice.on_packet(packet)]
+    assert replies == [(FrameKind.REPLY, 3, b"second"), (FrameKind.ERROR, 1, b"first")]
+    pair.bob.reply(third, b"late")
+    pair.alice.cancel(third)
+    assert pair.to_alice() == []
+    assert pair.to_bob() == []  # nor does the late cancel reach a handler that is done
     assert pair.alice.quiet and pair.bob.quiet
     pair.alice.leave()
     assert kinds(pair.to_bob()) == [(FrameKind.LEAVING, 0)]
     assert all(repr(end).endswith("streams=0, leaving)") for end in (pair.alice, pair.bob))
 
 
-def test_a_cancelled_call_drops_its_late_reply() -> None:
+def test_too_many_calls_and_streams_of_the_peer_are_refused_as_busy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MAX_CALLS", 1)
+    monkeypatch.setattr(module, "MAX_STREAMS", 1)
     pair = Pair()
-    id = pair.alice.call(b"call")
-    pair.to_bob()
-    pair.bob.reply(id, b"late")
-    pair.alice.cancel(id)
-    assert pair.to_alice() == []
-    assert pair.to_bob() == []  # nor does the late cancel reach a handler that is done
-    assert pair.alice.quiet and pair.bob.quiet
-
-
-def test_too_many_calls_and_streams_are_refused_as_busy() -> None:
-    pair = Pair(max_calls=1, max_streams=1)
+    pair.bob.open(b"")  # a stream of its own does not count
+    pair.to_alice()
+    streams = []
     for _ in range(2):
-        pair.alice.call(b"")
-        pair.alice.open(b"")
+        pair.alice.call(b"", "waiting")
+        streams.append(pair.alice.open(b""))
     assert [frame.kind for frame in pair.to_bob()] == [FrameKind.CALL, FrameKind.OPEN]
     refused = pair.to_alice()
     assert [frame.kind for frame in refused] == [FrameKind.ERROR, FrameKind.RESET]
     assert all(b"busy" in bytes(frame.message) for frame in refused)
-
-
-def test_our_own_streams_do_not_count_against_the_peers_limit() -> None:
-    pair = Pair(max_streams=2)
-    for _ in range(2):
-        pair.bob.open(b"")
-    pair.to_alice()
-    for _ in range(3):
-        pair.alice.open(b"")
-    assert kinds(pair.to_bob()) == [(FrameKind.OPEN, 1), (FrameKind.OPEN, 3)]
-    assert kinds(pair.to_alice()) == [(FrameKind.RESET, 5)]
-    pair.to_bob()
-    pair.alice.reset(1)
+    pair.alice.reset(streams[0].id)
     replacement = pair.alice.open(b"")
-    assert kinds(pair.to_bob()) == [(FrameKind.RESET, 1), (FrameKind.OPEN, replacement)]
+    assert [frame.id for frame in pair.to_bob()] == [streams[0].id, replacement.id]
 
 
 def test_a_sender_stops_at_the_window_and_continues_with_credit() -> None:
     pair = Pair()
-    id = pair.alice.open(b"")
-    while pair.alice.may_send(id):
-        pair.alice.send(id, b"", PAYLOAD)
+    stream = pair.alice.open(b"")
+    while stream.credit_bytes > 0:
+        pair.alice.send(stream, b"", PAYLOAD)
     assert len(pair.to_bob()) == 1 + 32
+    far = pair.bob.streams[stream.id]
     for _ in range(2):
-        pair.bob.consumed(id, STREAM_WINDOW_BYTES // 16)
-    assert kinds(pair.to_alice()) == [(FrameKind.CREDIT, id)]
-    pair.alice.send(id, b"", PAYLOAD)
-    pair.alice.end(id)
-    assert kinds(pair.to_bob()) == [(FrameKind.ITEM, id), (FrameKind.END, id)]
-    pair.bob.consumed(id, STREAM_WINDOW_BYTES)
+        pair.bob.consumed(far, STREAM_WINDOW_BYTES // 16)
+    assert kinds(pair.to_alice()) == [(FrameKind.CREDIT, stream.id)]
+    pair.alice.send(stream, b"", PAYLOAD)
+    pair.alice.end(stream)
+    assert kinds(pair.to_bob()) == [(FrameKind.ITEM, stream.id), (FrameKind.END, stream.id)]
+    pair.bob.consumed(far, STREAM_WINDOW_BYTES)
     assert pair.to_alice() == []  # the sender needs no credit any more
 
 
@@ -104,12 +103,13 @@ def test_a_stream_is_over_after_both_ends_or_one_reset_which_drops_late_items() 
     ended, dropped = pair.alice.open(b""), pair.alice.open(b"")
     for _ in range(2):
         pair.alice.end(ended)
-    assert len(pair.to_bob()) == 3 and {ended, dropped} == set(pair.bob.streams)
+    assert len(pair.to_bob()) == 3 and {ended.id, dropped.id} == set(pair.bob.streams)
     pair.alice.send(dropped, b"late", b"")
-    pair.bob.reset(dropped)
+    pair.bob.reset(dropped.id)
     assert pair.to_bob() == []
-    pair.bob.send(ended, b"still", b"")
-    pair.bob.end(ended)
+    far = pair.bob.streams[ended.id]
+    pair.bob.send(far, b"still", b"")
+    pair.bob.end(far)
     assert [frame.kind for frame in pair.to_alice()] == [FrameKind.RESET, FrameKind.ITEM, FrameKind.END]
     assert pair.alice.quiet and pair.bob.quiet
 
@@ -138,7 +138,7 @@ def test_a_ping_comes_back_as_a_pong() -> None:
 )
 def test_breaking_the_rules_is_a_protocol_error(frames: list[bytes], text: str) -> None:
     with pytest.raises(ProtocolError, match=text):
-        receive(Mux(initiator=False, max_streams=8, max_calls=8), *frames)
+        receive(end(initiator=False), *frames)
 
 
 @settings(max_examples=200)
@@ -146,8 +146,8 @@ def test_breaking_the_rules_is_a_protocol_error(frames: list[bytes], text: str) 
     st.lists(st.tuples(st.sampled_from(FrameKind), st.integers(0, 9), st.binary(max_size=40)), max_size=12)
 )
 def test_random_frames_raise_nothing_but_protocol_error(parts: list[tuple[FrameKind, int, bytes]]) -> None:
-    bob = Mux(initiator=False, max_streams=2, max_calls=2)
-    bob.call(b"")
+    bob = end(initiator=False)
+    bob.call(b"", "waiting")
     bob.open(b"")
     try:
         receive(bob, *(encode(kind, id, message) for kind, id, message in parts))

@@ -187,13 +187,13 @@ async def test_the_longest_unused_link_makes_room_for_a_new_one() -> None:
         await until(lambda: not alice.linked())
 
 
-async def test_a_busy_peer_refuses_more_links() -> None:
+async def test_a_busy_peer_refuses_more_links(monkeypatch: pytest.MonkeyPatch) -> None:
     async def wait(peer: PeerId, message: Talk) -> Message:
         await asyncio.Event().wait()
         return message
 
-    clients = peers("alice", "carol", max_calls_per_link=1)
-    async with peers("bob", max_links=1) as (bob,), clients as (alice, carol):
+    monkeypatch.setattr("colab_swarm.net.link.MAX_CALLS", 1)
+    async with peers("bob", max_links=1) as (bob,), peers("alice", "carol") as (alice, carol):
         bob.serve(Talk, wait)
         alice.learn(bob.contact)
         carol.learn(bob.contact)
