@@ -31,7 +31,7 @@ from colab_swarm.errors import (
     require,
 )
 from colab_swarm.net.addresses import VisitorLogger, listening
-from colab_swarm.net.carrier import NodeSettings, Remote
+from colab_swarm.net.carrier import Remote
 from colab_swarm.net.identity import Identity, id_of, verify
 from colab_swarm.net.link import Link, fail
 from colab_swarm.net.membership import MAX_MEMBERSHIP_BYTES
@@ -41,6 +41,12 @@ from colab_swarm.net.visitors import ConnectionRoom
 from colab_swarm.net.websocket import FirstMessage, WebSocket, accept
 
 VERSION = 1  # a peer, and a bucket, of another one is refused in words
+# Dialling an address, handshake included.
+DIAL_TIMEOUT_S = 10.0
+# An accepted connection has this time to complete its handshake.
+HANDSHAKE_TIMEOUT_S = 10.0
+# Accepted connections whose handshake is not complete.
+MAX_HANDSHAKES = 64
 _STAGGER_S = 0.25
 # Detours are tried after this time if no address has answered.
 DETOUR_AFTER_S = 1.5
@@ -253,27 +259,21 @@ async def dial_any(
 class Listener:
     """Accepts connections until `close`.
 
-    About ``max_handshakes`` connections are no links yet, each for ``handshake_timeout_s``. Beyond
+    About `MAX_HANDSHAKES` connections are no links yet, each for `HANDSHAKE_TIMEOUT_S`. Beyond
     that the address with the most of them loses its oldest one, so no address takes room from
     others. ``receive`` makes the receiver of a new connection, or refuses it by a `PeerError`; a
     relay's ``on_ticket`` takes connections whose first message starts with `TICKET`. A browser gets
     the page of ``page_at`` for its path.
     """
 
-    def __init__(
-        self,
-        receive: Callable[[web.BaseRequest], HandshakeReceiver],
-        scratch: memoryview,
-        settings: NodeSettings,
-    ) -> None:
+    def __init__(self, receive: Callable[[web.BaseRequest], HandshakeReceiver], scratch: memoryview) -> None:
         self._receive = receive
         self._scratch = scratch
-        self._timeout_s = settings.handshake_timeout_s
         self._loop = asyncio.get_running_loop()
         self._http = web.Server(self._upgrade, access_log=None, logger=VisitorLogger())
         self._server: asyncio.Server | None = None
         # Connections that are no links yet.
-        self._fresh = ConnectionRoom(settings.max_handshakes, self._is_fresh)
+        self._fresh = ConnectionRoom(MAX_HANDSHAKES, self._is_fresh)
         self.on_ticket: Callable[[bytes, WebSocket], None] | None = None
         self.page_at: dict[str, Callable[[web.BaseRequest], Awaitable[web.Response]]] = {}
 
@@ -298,7 +298,7 @@ class Listener:
     def _on_connection(self) -> asyncio.BaseProtocol:
         connection = self._http()
         self._fresh.enter(connection)
-        self._loop.call_later(self._timeout_s, self._abort, connection)
+        self._loop.call_later(HANDSHAKE_TIMEOUT_S, self._abort, connection)
         return connection
 
     @staticmethod
@@ -324,7 +324,7 @@ class Listener:
         except PeerError as error:
             return web.Response(status=503, reason=str(error))
         try:
-            async with asyncio.timeout(self._timeout_s):
+            async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
                 websocket, first = await accept(request, scratch=self._scratch, receiver=receiver)
         except (PeerError, TimeoutError):
             raise web.HTTPBadRequest(text=_NO_BROWSER) from None
@@ -341,7 +341,7 @@ class Listener:
         receiver.use(websocket)
         receiver.on_message(memoryview(first))
         try:
-            async with asyncio.timeout(self._timeout_s):
+            async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
                 await receiver.link
         except (PeerError, TimeoutError) as error:
             websocket.close(str(error) or "the handshake stalled")

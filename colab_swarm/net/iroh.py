@@ -25,7 +25,7 @@ from colab_swarm.errors import PeerError, PeerUnreachable, require
 from colab_swarm.events import EventLog, Notice
 from colab_swarm.net.addresses import host_of, ip_of, is_iroh, network_of
 from colab_swarm.net.carrier import NodeSettings
-from colab_swarm.net.handshake import HandshakeReceiver
+from colab_swarm.net.handshake import HANDSHAKE_TIMEOUT_S, MAX_HANDSHAKES, HandshakeReceiver
 from colab_swarm.net.identity import Identity
 from colab_swarm.net.websocket import WebSocket
 from colab_swarm.runtime import loop_now
@@ -310,12 +310,11 @@ class IrohEndpoint:
         return task
 
     async def _accept(self) -> None:
-        most = self._settings.max_handshakes
         while (incoming := await self._endpoint.accept_next()) is not None:
             remote = await incoming.remote_addr()
             source = network_of(host_of(f"//{getattr(remote, 'addr', '')}"))
             # Connections of one network take no room from others; all that come by relays count as one network.
-            if self._fresh.total() >= most or self._fresh[source] >= max(1, most // 4):
+            if self._fresh.total() >= MAX_HANDSHAKES or self._fresh[source] >= max(1, MAX_HANDSHAKES // 4):
                 await incoming.ignore()
             else:
                 self._spawn(self._take(incoming, source))
@@ -323,7 +322,7 @@ class IrohEndpoint:
     async def _take(self, incoming: Any, source: str) -> None:
         self._fresh[source] += 1
         try:
-            async with asyncio.timeout(self._settings.handshake_timeout_s):
+            async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
                 connection = await (await incoming.accept()).connect()
                 stream = await connection.accept_bi()
                 receiver = self._receive()

@@ -13,7 +13,7 @@ from weakref import WeakKeyDictionary
 from colab_swarm.errors import CallRefused, PeerError, PeerLost, PeerTimeout, ProtocolError
 from colab_swarm.events import EventLog, Fault, Notice
 from colab_swarm.markup import plain
-from colab_swarm.net.carrier import LinkType, Loopback, Remote, Traffic
+from colab_swarm.net.carrier import LinkType, Loopback, Remote
 from colab_swarm.net.membership import voucher_of
 from colab_swarm.net.mux import (
     ENCODER,
@@ -42,6 +42,7 @@ from colab_swarm.net.peers import (
     item_cost,
     short,
 )
+from colab_swarm.net.traffic import Traffic
 
 if TYPE_CHECKING:
     from colab_swarm.net.websocket import WebSocket

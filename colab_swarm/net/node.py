@@ -38,9 +38,16 @@ from colab_swarm.net.addresses import (
     reachable_addresses,
     relay_of,
 )
-from colab_swarm.net.carrier import LinkType, Loopback, Metering, NodeSettings, Path, Remote, Traffic
+from colab_swarm.net.carrier import LinkType, Loopback, NodeSettings, Path, Remote
 from colab_swarm.net.clock import SwarmClock
-from colab_swarm.net.handshake import HandshakeReceiver, Introduction, Listener, describe_run, dial_any
+from colab_swarm.net.handshake import (
+    DIAL_TIMEOUT_S,
+    HandshakeReceiver,
+    Introduction,
+    Listener,
+    describe_run,
+    dial_any,
+)
 from colab_swarm.net.identity import Identity
 from colab_swarm.net.iroh import IrohEndpoint
 from colab_swarm.net.link import LEAVE_TIMEOUT_S, Link, LinkTable, Unread, fail
@@ -59,6 +66,7 @@ from colab_swarm.net.peers import (
     remember,
     short,
 )
+from colab_swarm.net.traffic import Metering, Traffic
 from colab_swarm.net.websocket import SCRATCH_BYTES, WebSocket, dial
 
 logger = logging.getLogger(__name__)
@@ -66,6 +74,10 @@ _CLOSE_TIMEOUT_S = 1.0
 # An address that did not answer is dialled again after REDIAL_S, then after twice as long, up to _MAX_REDIAL_S.
 REDIAL_S = 1.0
 _MAX_REDIAL_S = 30.0
+# Links at once; beyond that the one unused for longest is closed, or new ones are refused.
+MAX_LINKS = 256
+# An unused link is closed after this time, unless one of its ends cannot be dialled.
+IDLE_LINK_S = 300.0
 # A link that is silent for this many keep-alives is dead.
 _SILENT_KEEP_ALIVES = 3
 # A peer that accepts links and drops them at once is dialled this often for one call.
@@ -141,7 +153,7 @@ class Node:
         self.vouchers: dict[PeerId, bytes] = {}
         self.lost_listeners: dict[Callable[[PeerId], None], None] = {}
         self.open_circuit: Callable[[Contact, PeerId, HandshakeReceiver], Awaitable[WebSocket]] | None = None
-        self.listener = Listener(self._receive_caller, self.scratch, settings)
+        self.listener = Listener(self._receive_caller, self.scratch)
         self.iroh = IrohEndpoint(identity, settings, events, self.scratch, self._receive_iroh)
 
     @classmethod
@@ -428,7 +440,7 @@ class Node:
         Raises `PeerUnreachable` if no peer answers in time, or it refuses, or as `Introduction` does.
         """
         receiver = self._receiver(expected, path, make_link)
-        timeout_s = timeout_s or self._settings.dial_timeout_s
+        timeout_s = timeout_s or DIAL_TIMEOUT_S
         name = path.address or str(path)
         websocket: WebSocket | None = None
         try:
@@ -505,7 +517,7 @@ class Node:
         for other in self.table.of(link.peer):
             if other is not best:
                 other.leave()
-        if len(self.table) > self._settings.max_links:
+        if len(self.table) > MAX_LINKS:
             unused = self.table.longest_unused()
             if unused is not None and unused is not best:
                 unused.leave()
@@ -544,7 +556,7 @@ class Node:
     async def _keep_links(self) -> None:
         """Ping every link; close the dead, the unused, and those of peers no longer admitted. Never returns."""
         while True:
-            await asyncio.sleep(min(self._settings.keep_alive_s, self._settings.idle_link_s))
+            await asyncio.sleep(min(self._settings.keep_alive_s, IDLE_LINK_S))
             self.recheck()
             for link in self.table:
                 self._keep(link)
@@ -562,7 +574,7 @@ class Node:
         # If both ends have addresses, either can dial again.
         dialable = bool(self.addresses and self.book.find(link.peer).addresses)
         needed = link.peer in self.pinned or not dialable
-        if unused_s > self._settings.idle_link_s and not needed:
+        if unused_s > IDLE_LINK_S and not needed:
             link.leave()
         else:
             link.ping()
@@ -597,7 +609,7 @@ class Node:
     def require_room(self) -> None:
         """Raise `PeerLost` if no link may be added."""
         self._require_open()
-        full = self.table.full(self._settings.max_links)
+        full = self.table.full(MAX_LINKS)
         require(not full, f"this peer has {len(self.table)} links, all busy", PeerLost)
 
     async def close(self) -> None:

@@ -26,11 +26,12 @@ import msgspec
 from colab_swarm.errors import PeerError, PeerLost, PeerUnreachable, require
 from colab_swarm.markup import settings
 from colab_swarm.net.addresses import host_of, is_address, is_local, is_loopback, relay_of
-from colab_swarm.net.carrier import LinkType, Path, TokenBucket, Traffic
+from colab_swarm.net.carrier import LinkType, Path
 from colab_swarm.net.handshake import TICKET, Address, HandshakeReceiver, dial_any
 from colab_swarm.net.node import Node
 from colab_swarm.net.patience import VisitLimit
 from colab_swarm.net.peers import CIRCUIT, Ack, Contact, Message, PeerId, Refusal, Role, short
+from colab_swarm.net.traffic import TokenBucket, Traffic
 from colab_swarm.net.websocket import MAX_MESSAGE_BYTES, SCRATCH_BYTES, WebSocket, write_message
 from colab_swarm.runtime import wait_until
 

@@ -21,13 +21,15 @@ from typing import Any
 
 from colab_swarm.errors import CallRefused, PeerLost, PeerUnreachable, WrongPeer, require
 from colab_swarm.events import EventLog
-from colab_swarm.net.carrier import REMEMBERED_RATES, Loopback, NodeSettings, Path, Remote
+from colab_swarm.net.carrier import Loopback, NodeSettings, Path, Remote
+from colab_swarm.net.handshake import DIAL_TIMEOUT_S
 from colab_swarm.net.identity import Identity, id_of
 from colab_swarm.net.link import Link
 from colab_swarm.net.membership import OpenAdmission
 from colab_swarm.net.mux import Handler, ServiceTable
 from colab_swarm.net.node import Node
 from colab_swarm.net.peers import LinkStatistics, M, Message, PeerId, Role, short
+from colab_swarm.net.traffic import REMEMBERED_RATES
 from colab_swarm.net.websocket import HIGH_WATER_BYTES
 from colab_swarm.sim.profiles import LAN, HostProfile, NetworkProfile
 
@@ -242,7 +244,7 @@ class SimPeers(Node):
             raise unanswered
         latency_s = network.profile.pair_latency_s(self.name, other.name, seed=network.seed)
         try:
-            async with asyncio.timeout(SETTINGS.dial_timeout_s):
+            async with asyncio.timeout(DIAL_TIMEOUT_S):
                 for _ in range(DIAL_ROUND_TRIPS):
                     await asyncio.sleep(2 * latency_s * network.latency_factor)
                     while network.separated(self.name, other.name):

@@ -17,8 +17,8 @@ from colab_swarm.averaging.result import RoundResult
 from colab_swarm.averaging.router import PrefixRouter
 from colab_swarm.dht.service import RunServices
 from colab_swarm.errors import SampleCountError, WeightError, require
-from colab_swarm.net.carrier import REMEMBERED_RATES
 from colab_swarm.net.node import Node
+from colab_swarm.net.traffic import REMEMBERED_RATES
 from colab_swarm.tensors.codecs import Floats, Precision, mean_codec_for
 from colab_swarm.tensors.sparse import Sparse
 from colab_swarm.tensors.vector import HostVector, Vector

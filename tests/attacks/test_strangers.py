@@ -16,11 +16,12 @@ from colab_swarm.dht.records import Record, Stored, StoreRecord
 from colab_swarm.dht.service import DHT, DHTSettings, key_id
 from colab_swarm.errors import CallRefused, PeerError
 from colab_swarm.events import EventLog
+from colab_swarm.net.handshake import MAX_HANDSHAKES
 from colab_swarm.net.node import REDIAL_S, Node
 from colab_swarm.net.peers import Contact, PeerId
 from colab_swarm.net.reachability import DialBack, DialledBack, ReachabilityWatch
 from colab_swarm.notebook.page import ANSWERS_PER_S, StatusPage
-from tests.net.swarm import LOOPBACK, Echo, candidates, peers, start, until
+from tests.net.swarm import Echo, candidates, peers, start, until
 
 pytestmark = pytest.mark.real_time
 IDLE = 2000  # half-open connections; a socket at each end: 4,000 of this process' files
@@ -55,9 +56,8 @@ async def test_late_joiners_enter_beside_two_thousand_idle_connections_from_one_
                 joined += 1
             await joiner.close()
         held = alice.listener._fresh.open
-        assert (
-            len(held) <= LOOPBACK.max_handshakes + 100
-        )  # which the system queues, and are accepted together
+        # The system queues some, which are accepted together.
+        assert len(held) <= MAX_HANDSHAKES + 100
         for task in idle:
             task.cancel()
         await asyncio.gather(*idle, return_exceptions=True)

@@ -25,6 +25,8 @@ from typing import Any
 
 from colab_swarm.averaging.group import CHUNK_BYTES
 from colab_swarm.experiments.report import Report, reports
+from colab_swarm.net import handshake
+from colab_swarm.net import node as nodes
 from colab_swarm.net import relay as relays
 from colab_swarm.net.addresses import is_iroh
 from colab_swarm.net.carrier import NodeSettings
@@ -226,7 +228,8 @@ def _circuits(node: Node, relay: Contact) -> Circuits:
 
 async def serve_relay(parent: Channel, relay: dict[str, Any] | None) -> None:
     """Worker: the relay, or the peer that it relays to. Then answers with what the process has used."""
-    node = await start_node(max_links=4 * IDLE_CIRCUITS, max_handshakes=4 * IDLE_CIRCUITS)
+    nodes.MAX_LINKS = handshake.MAX_HANDSHAKES = 4 * IDLE_CIRCUITS
+    node = await start_node()
     found = where(node)
     if relay is None:
         relays.CIRCUITS_PER_PEER = 2 * IDLE_CIRCUITS

@@ -9,6 +9,7 @@ import warnings
 import pytest
 
 from colab_swarm.errors import PeerLost, PeerUnreachable
+from colab_swarm.net import handshake
 from colab_swarm.net.handshake import Introduction
 from colab_swarm.net.noise import MAX_HANDSHAKE_BYTES
 from colab_swarm.net.peers import Contact, Stream
@@ -93,9 +94,10 @@ def hello() -> bytes:
     ],
 )
 async def test_a_caller_that_stalls_or_sends_garbage_is_dropped(
-    sent: tuple[bytes, ...], answer: bytes
+    sent: tuple[bytes, ...], answer: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with peers("bob", handshake_timeout_s=0.05) as (bob,):
+    monkeypatch.setattr(handshake, "HANDSHAKE_TIMEOUT_S", 0.05)
+    async with peers("bob") as (bob,):
         reader, writer = await asyncio.open_connection("127.0.0.1", bob.port)
         writer.write(sent[0])
         got = b""
@@ -122,7 +124,7 @@ async def test_a_caller_that_stalls_or_sends_garbage_is_dropped(
     ids=["pings", "pongs", "a large ping", "a text", "messages"],
 )
 async def test_frames_before_the_handshake_end_the_connection_and_are_not_kept(frames: bytes) -> None:
-    async with peers("bob", handshake_timeout_s=60.0) as (bob,):
+    async with peers("bob") as (bob,):
         reader, writer = await asyncio.open_connection("127.0.0.1", bob.port)
         writer.write(UPGRADE)
         await reader.readuntil(b"\r\n\r\n")

@@ -38,7 +38,7 @@ async def test_a_small_item_does_not_keep_its_big_packet_alive() -> None:
 
 
 async def test_a_peer_that_never_leaves_loses_its_quiet_link() -> None:
-    async with peers("alice", "bob", idle_link_s=0.5) as (alice, bob):
+    async with peers("alice", "bob", keep_alive_s=0.5) as (alice, bob):
         await alice.call(bob.id, Echo(), Echo, timeout_s=5)
         (near,), (far,) = bob.table.of(alice.id), alice.table.of(bob.id)
         far.leave = lambda: None  # type: ignore[method-assign]
@@ -52,9 +52,10 @@ async def test_a_peer_that_never_leaves_loses_its_quiet_link() -> None:
         await until(lambda: near.lost is not None)
 
 
-async def test_links_that_never_leave_are_bounded() -> None:
+async def test_links_that_never_leave_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("colab_swarm.net.node.MAX_LINKS", 2)
     callers = [await start(name) for name in ("bob", "carol", "dave", "erin", "frank")]
-    async with peers("alice", max_links=2) as (alice,):
+    async with peers("alice") as (alice,):
         outcomes = []
         for caller in callers:
             caller.learn(alice.contact)
@@ -70,8 +71,11 @@ async def test_links_that_never_leave_are_bounded() -> None:
         await caller.close()
 
 
-async def test_handshakes_that_stall_after_the_first_message_are_bounded() -> None:
-    async with peers("alice", max_handshakes=3) as (alice,), aiohttp.ClientSession() as session:
+async def test_handshakes_that_stall_after_the_first_message_are_bounded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("colab_swarm.net.handshake.MAX_HANDSHAKES", 3)
+    async with peers("alice") as (alice,), aiohttp.ClientSession() as session:
         url, held = alice.contact.addresses[0], []
         for _ in range(4):
             socket = await session.ws_connect(url)

@@ -85,9 +85,10 @@ async def test_an_own_relay_that_is_dead_leaves_the_direct_addresses(monkeypatch
             await carol.probe(bob.id, f"{name}@localhost:9", timeout_s=0.5)
 
 
-async def test_silent_connections_take_no_room_from_a_peer() -> None:
-    few = replace(BY_IROH, max_handshakes=8, handshake_timeout_s=0.5)
-    async with peers("alice") as (alice,), peers("bob", settings=few) as (bob,):
+async def test_silent_connections_take_no_room_from_a_peer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(carrier, "MAX_HANDSHAKES", 8)
+    monkeypatch.setattr(carrier, "HANDSHAKE_TIMEOUT_S", 0.5)
+    async with peers("alice") as (alice,), peers("bob", settings=BY_IROH) as (bob,):
         alice.learn(bob.contact)
         (address,) = bob.contact.addresses
         deaf: Any = SimpleNamespace(on_lost=lambda reason: None)

@@ -84,8 +84,11 @@ async def test_an_address_without_a_peer_is_unreachable() -> None:
             await alice.call(bob.id, Echo(), Echo, timeout_s=5)
 
 
-async def test_an_address_that_accepts_and_is_silent_delays_the_others_and_does_not_stop_them() -> None:
-    async with peers("bob", "carol") as (bob, carol), peers("alice", dial_timeout_s=0.2) as (alice,):
+async def test_an_address_that_accepts_and_is_silent_delays_the_others_and_does_not_stop_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(node, "DIAL_TIMEOUT_S", 0.2)
+    async with peers("alice", "bob", "carol") as (alice, bob, carol):
         deafen(carol)
         alice.learn(carol.contact)
         with pytest.raises(PeerUnreachable, match=r"did not answer in 0\.2 s"):
@@ -166,10 +169,12 @@ async def test_a_lost_link_is_dialled_again_by_the_next_call() -> None:
             assert await bob.call(alice.id, Echo(), Echo, timeout_s=5) == Echo()
 
 
-async def test_an_unused_link_is_closed_and_a_client_modes_link_stays() -> None:
-    changes = {"idle_link_s": 0.05, "keep_alive_s": 0.1}
-    client_mode = peers("carol", listen=False, **changes)
-    async with peers("alice", "bob", **changes) as (alice, bob), client_mode as (carol,):
+async def test_an_unused_link_is_closed_and_a_client_modes_link_stays(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(node, "IDLE_LINK_S", 0.05)
+    client_mode = peers("carol", listen=False, keep_alive_s=0.1)
+    async with peers("alice", "bob", keep_alive_s=0.1) as (alice, bob), client_mode as (carol,):
         carol.learn(bob.contact)
         await alice.call(bob.id, Echo(), Echo, timeout_s=5)
         await carol.call(bob.id, Echo(), Echo, timeout_s=5)
@@ -177,11 +182,12 @@ async def test_an_unused_link_is_closed_and_a_client_modes_link_stays() -> None:
         assert bob.linked() == {carol.id}
 
 
-async def test_the_longest_unused_link_makes_room_for_a_new_one() -> None:
-    async with peers("bob", max_links=2) as (bob,), peers("alice", "carol", "dave") as (alice, carol, dave):
-        for node in (alice, carol, dave):
-            node.learn(bob.contact)
-            await node.call(bob.id, Echo(), Echo, timeout_s=5)
+async def test_the_longest_unused_link_makes_room_for_a_new_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(node, "MAX_LINKS", 2)
+    async with peers("bob", "alice", "carol", "dave") as (bob, *callers):
+        alice, carol, dave = callers
+        for caller in callers:
+            await caller.call(bob.id, Echo(), Echo, timeout_s=5)
         await until(lambda: bob.linked() == {carol.id, dave.id})
         assert not any(link.leaving for link in bob.table)
         await until(lambda: not alice.linked())
@@ -193,7 +199,8 @@ async def test_a_busy_peer_refuses_more_links(monkeypatch: pytest.MonkeyPatch) -
         return message
 
     monkeypatch.setattr("colab_swarm.net.link.MAX_CALLS", 1)
-    async with peers("bob", max_links=1) as (bob,), peers("alice", "carol") as (alice, carol):
+    monkeypatch.setattr(node, "MAX_LINKS", 1)
+    async with peers("bob") as (bob,), peers("alice", "carol") as (alice, carol):
         bob.serve(Talk, wait)
         alice.learn(bob.contact)
         carol.learn(bob.contact)

@@ -8,8 +8,9 @@ import torch
 
 import colab_swarm as cs
 from colab_swarm.events import RoundFinished
-from colab_swarm.net.carrier import REMEMBERED_RATES, Metering, NodeSettings, Path
+from colab_swarm.net.carrier import NodeSettings, Path
 from colab_swarm.net.peers import PeerId
+from colab_swarm.net.traffic import REMEMBERED_RATES, Metering
 from colab_swarm.swarm.swarm import Swarm
 from colab_swarm.training import settings as module
 from tests.training import toy

@@ -2,17 +2,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from colab_swarm.net import carrier
-from colab_swarm.net.carrier import (
-    REMEMBERED_RATES,
-    LinkType,
-    Metering,
-    NodeSettings,
-    Path,
-    RateMeter,
-    TokenBucket,
-)
+from colab_swarm.net import traffic as module
+from colab_swarm.net.carrier import LinkType, NodeSettings, Path
 from colab_swarm.net.peers import PeerId
+from colab_swarm.net.traffic import REMEMBERED_RATES, Metering, RateMeter, TokenBucket
 
 ALICE, BOB, CAROL, RELAY = map(PeerId, (b"alice", b"bob", b"carol", b"relay"))
 
@@ -96,7 +89,7 @@ def test_links_that_have_carried_nothing_yet_are_unknown() -> None:
 
 
 def test_traffic_is_counted_for_peers_the_own_tunnel_and_relays(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(carrier, "MAX_BOOK_ENTRIES", 2)
+    monkeypatch.setattr(module, "MAX_BOOK_ENTRIES", 2)
     metering, tunnel = Metering(NodeSettings(), lambda: 0.0), Path(LinkType.TUNNEL)
     links = [(ALICE, Path(), False), (BOB, tunnel, False), (BOB, tunnel, True), (CAROL, Path(), False)]
     for peer, path, dialled in (*links, (CAROL, Path(LinkType.RELAYED, RELAY), True)):
