@@ -8,7 +8,6 @@ are wrong do no harm.
 import hashlib
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 
 import msgspec
 
@@ -18,6 +17,11 @@ from colab_swarm.net.peers import UNDECODABLE, Contact, Message, PeerId, Role, r
 
 CLOCK_SLACK_S = 600.0  # two clocks, each 5 minutes off in opposite directions
 ID_BYTES = 32
+VALUE_BYTES = 1 << 15  # limit of one record
+KEY_BYTES = 200_000  # limit of all records under one key; they must fit in one message
+OWNER_BYTES = 1 << 21  # limit of all records of one owner at one peer
+TOTAL_BYTES = 1 << 26  # limit of all records that one peer holds for others
+MAX_TTL_S = 24 * 3600.0  # longest life of a record
 SHORT_BYTES = 1024  # shorter records count as equally long
 VERIFIED_RECORDS = 20_000  # size of the cache: checking a signature takes 170 microseconds
 
@@ -98,25 +102,6 @@ class Stored(Message, frozen=True):
     contacts: tuple[Contact, ...]
 
 
-@dataclass(frozen=True)
-class DHTSettings:
-    """Settings of the DHT; lengths of time in seconds."""
-
-    bucket_size: int = 20  # contacts per bucket and in a reply (Kademlia's k)
-    replicas: int = 5  # peers that hold a record
-    read_replicas: int = 3  # peers that a reader hears
-    parallel: int = 3  # queries in flight during a lookup (Kademlia's alpha)
-    timeout_s: float = 5.0  # of one query; a silent peer costs less, see `Lookup`
-    refresh_s: float = 120.0  # between lookups of quiet buckets
-    retry_s: float = 30.0  # between retries of one of the lost peers
-    republish_s: float = 600.0  # until records are stored again at the peers nearest by then
-    value_bytes: int = 1 << 15  # limits of one record
-    key_bytes: int = 200_000  # limit of all records under one key; they must fit in one message
-    owner_bytes: int = 1 << 21  # limit of all records of one owner at this peer
-    total_bytes: int = 1 << 26  # limit of all records that this peer holds for others
-    max_ttl_s: float = 24 * 3600.0  # longest life of a record
-
-
 class Storage:
     """Keys to owners to records; ``now`` is monotonic seconds, ``swarm_time`` that of `Node.time`.
 
@@ -124,8 +109,7 @@ class Storage:
     peer that of the oldest. Peers that renew theirs keep them. ``role_by`` is `Node.role_by`.
     """
 
-    def __init__(self, settings: DHTSettings, role_by: Callable[[bytes, bytes, float], Role]) -> None:
-        self._settings = settings
+    def __init__(self, role_by: Callable[[bytes, bytes, float], Role]) -> None:
         self._role_by = role_by
         self._keys: dict[bytes, dict[bytes, tuple[Record, float]]] = {}  # with the end, by `now`
         self._owned = Counter[bytes]()  # bytes by owner
@@ -162,23 +146,22 @@ class Storage:
 
     def _crowded(self, key: bytes, record: Record, held: Record | None) -> str | None:
         """Make room for a record in place of ``held``; return why there is none, or None."""
-        settings = self._settings
         more_bytes = record.size_bytes - (held.size_bytes if held else 0)
-        if self._owned[record.owner] + more_bytes > settings.owner_bytes:
-            return f"its owner has {settings.owner_bytes} bytes here"
+        if self._owned[record.owner] + more_bytes > OWNER_BYTES:
+            return f"its owner has {OWNER_BYTES} bytes here"
         others = {
             owner: other for owner, (other, _) in self._keys.get(key, {}).items() if owner != record.owner
         }
-        while sum(other.size_bytes for other in others.values()) + record.size_bytes > settings.key_bytes:
+        while sum(other.size_bytes for other in others.values()) + record.size_bytes > KEY_BYTES:
             longest = max(others, key=lambda owner: max(others[owner].size_bytes, SHORT_BYTES), default=None)
             if longest is None or record.size_bytes > max(others[longest].size_bytes, SHORT_BYTES):
-                return f"the key is full: {settings.key_bytes} bytes"
+                return f"the key is full: {KEY_BYTES} bytes"
             self._drop(key, longest)
             del others[longest]
-        while self.total_bytes + more_bytes > settings.total_bytes:
+        while self.total_bytes + more_bytes > TOTAL_BYTES:
             oldest = next((place for place in self._places if place != (key, record.owner)), None)
             if oldest is None:
-                return f"this peer is full: {settings.total_bytes} bytes"
+                return f"this peer is full: {TOTAL_BYTES} bytes"
             self._drop(*oldest)
         return None
 
@@ -192,13 +175,12 @@ class Storage:
                 del counts[entry]
 
     def fault_of(self, key: bytes, record: Record, *, swarm_time: float) -> str | None:
-        if len(record.value) > self._settings.value_bytes or len(record.membership) > MAX_MEMBERSHIP_BYTES:
+        if len(record.value) > VALUE_BYTES or len(record.membership) > MAX_MEMBERSHIP_BYTES:
             return f"a value of {len(record.value)} bytes, or its membership, is too long"
-        max_ttl_s = self._settings.max_ttl_s
         left_s = record.expires_at - swarm_time
-        if not (0 < record.ttl_s <= max_ttl_s and -CLOCK_SLACK_S < left_s <= max_ttl_s + CLOCK_SLACK_S):
-            return f"lives for {record.ttl_s:.0f} s, until {left_s:.0f} s from now; limit {max_ttl_s:.0f} s"
-        if record.expires_at - record.written_at > max_ttl_s + CLOCK_SLACK_S:
+        if not (0 < record.ttl_s <= MAX_TTL_S and -CLOCK_SLACK_S < left_s <= MAX_TTL_S + CLOCK_SLACK_S):
+            return f"lives for {record.ttl_s:.0f} s, until {left_s:.0f} s from now; limit {MAX_TTL_S:.0f} s"
+        if record.expires_at - record.written_at > MAX_TTL_S + CLOCK_SLACK_S:
             return "it was written too long before its end"
         if record.version > (swarm_time + CLOCK_SLACK_S) * 1e6:
             return "its version is from the future: check the writer's clock"

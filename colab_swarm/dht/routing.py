@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from colab_swarm.net.peers import Contact, PeerId
 
 ID_BITS = 256
+BUCKET_SIZE = 20  # contacts per bucket and in a reply (Kademlia's k)
 MAX_LOST = 100
 MAX_RETRIES = 20  # failures of a lost peer after which it is dropped for good
 MAX_FAILURES = 2  # in a row, then a peer is dropped
@@ -37,7 +38,7 @@ def common_bits(one: bytes, other: bytes) -> int:
 class RoutingTable:
     """The contacts of the peer ``me``, at most ``bucket_size`` (the paper's k) per bucket."""
 
-    def __init__(self, me: PeerId, *, bucket_size: int = 20) -> None:
+    def __init__(self, me: PeerId, *, bucket_size: int = BUCKET_SIZE) -> None:
         self._me = me
         self._bucket_size = bucket_size
         self._buckets: dict[int, dict[PeerId, Contact]] = {}  # in the order of last contact

@@ -22,7 +22,6 @@ import msgspec
 from colab_swarm.dht.records import (
     CLOCK_SLACK_S,
     ID_BYTES,
-    DHTSettings,
     Fetch,
     Fetched,
     FindNear,
@@ -32,7 +31,7 @@ from colab_swarm.dht.records import (
     Stored,
     StoreRecord,
 )
-from colab_swarm.dht.routing import MIN_PATIENCE_S, Lookup, RoutingTable, distance
+from colab_swarm.dht.routing import BUCKET_SIZE, MIN_PATIENCE_S, Lookup, RoutingTable, distance
 from colab_swarm.errors import CallRefused, PeerError, require
 from colab_swarm.events import EventLog, Fault
 from colab_swarm.net.node import Node
@@ -40,9 +39,15 @@ from colab_swarm.net.patience import Patience
 from colab_swarm.net.peers import MAX_ADDRESSES, Contact, Message, PeerId, R, Refusal, Role, remember, short
 from colab_swarm.runtime import PauseGate
 
-__all__ = ["DHT", "DHTSettings", "Found", "Reading", "is_sound", "key_id"]
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
+REPLICAS = 5  # peers that hold a record
+READ_REPLICAS = 3  # peers that a reader hears
+PARALLEL = 3  # queries in flight during a lookup (Kademlia's alpha)
+TIMEOUT_S = 5.0  # of one query; a silent peer costs less, see `Lookup`
+REFRESH_S = 120.0  # between lookups of quiet buckets
+RETRY_S = 30.0  # between retries of one of the lost peers
+REPUBLISH_S = 600.0  # until records are stored again at the peers nearest by then
 MAX_ADDRESS_CHARS = 800  # of all addresses in one contact: a reply carries 20 contacts
 REMEMBERED = 1000  # keys whose replicas are remembered
 MAX_RELAYS = 4  # in a row of a fetch
@@ -124,16 +129,13 @@ class Reading:
 class DHT:
     """One peer's part in the distributed hash table."""
 
-    def __init__(
-        self, peers: Node, settings: DHTSettings, rng: random.Random, events: EventLog | None = None
-    ) -> None:
-        self.settings = settings
-        self.table = RoutingTable(peers.id, bucket_size=settings.bucket_size)
+    def __init__(self, peers: Node, rng: random.Random, events: EventLog | None = None) -> None:
+        self.table = RoutingTable(peers.id)
         self._peers = peers
         self._rng = rng
         self._now = asyncio.get_running_loop().time
         self._tasks = BackgroundTasks("upkeep of the DHT", events or EventLog(), rng)
-        self._storage = Storage(settings, peers.role_by)
+        self._storage = Storage(peers.role_by)
         self._patience = Patience[str](0.0, first_s=1.0, least_s=MIN_PATIENCE_S)
         self._entries: list[Contact] = []
         self._replicas: dict[bytes, list[Contact]] = {}  # of the last keys
@@ -146,9 +148,8 @@ class DHT:
     async def bootstrap(self, contacts: Iterable[Contact]) -> int:
         """Join the DHT through ``contacts``; return how many peers answered."""
         self._entries = [contact for contact in contacts if contact.id != self._peers.id]
-        width = self.settings.bucket_size
-        lookup = await self.find_near(self._peers.id, width=width, seeds=self._entries)
-        return len(lookup.nearest(width))
+        lookup = await self.find_near(self._peers.id, width=BUCKET_SIZE, seeds=self._entries)
+        return len(lookup.nearest(BUCKET_SIZE))
 
     async def publish(self, key: str | bytes, value: Any, *, ttl_s: float) -> int:
         """Store this peer's ``value`` as msgpack for ``ttl_s`` seconds, signed; return how many peers hold it.
@@ -207,13 +208,13 @@ class DHT:
         return merged.get(id, now=self._now())
 
     async def _gather(self, id: bytes) -> tuple[Storage, Lookup, list[PeerId]]:
-        merged = Storage(self.settings, self._peers.role_by)
+        merged = Storage(self._peers.role_by)
         first = list[PeerId]()
-        lookup = self._lookup(id, width=self.settings.read_replicas)
+        lookup = self._lookup(id, width=READ_REPLICAS)
         ask = partial(self._ask, id, merged, first)
         await self._search(lookup, ask)
         if not first:  # perhaps the nearest have just joined
-            lookup.width = self.settings.replicas + self.settings.read_replicas
+            lookup.width = REPLICAS + READ_REPLICAS
             await self._search(lookup, ask)
         return merged, lookup, first
 
@@ -225,27 +226,26 @@ class DHT:
         hide all records.
         """
         id = key_id(key)
-        width = self.settings.parallel
-        merged = Storage(self.settings, self._peers.role_by)
-        async for answer in self._fetch(id, relays=MAX_RELAYS, width=width):
+        merged = Storage(self._peers.role_by)
+        async for answer in self._fetch(id, relays=MAX_RELAYS, width=PARALLEL):
             if "" in await self._put(merged, id, answer.records):
-                return Reading(self._found_in(merged, id), answer.hops, width)
-        return Reading({}, None, width)
+                return Reading(self._found_in(merged, id), answer.hops, PARALLEL)
+        return Reading({}, None, PARALLEL)
 
     async def find_peer(self, peer: PeerId) -> Contact | None:
         """Return the contact of ``peer``; None if it is not known and does not answer."""
         known = self._peers.contact_of(peer)
         if known.addresses:
             return known
-        nearest = (await self.find_near(peer, width=self.settings.parallel)).nearest(1)
+        nearest = (await self.find_near(peer, width=PARALLEL)).nearest(1)
         return nearest[0] if nearest and nearest[0].id == peer else None
 
     def start(self) -> None:
         self._hands_over = True
-        self._tasks.every(self.settings.refresh_s, self._refresh)
-        self._tasks.every(self.settings.retry_s, self._retry)
+        self._tasks.every(REFRESH_S, self._refresh)
+        self._tasks.every(RETRY_S, self._retry)
         self._tasks.every(2.0, partial(self._retry, if_cut_off=True))
-        self._tasks.every(self.settings.republish_s, self._republish)
+        self._tasks.every(REPUBLISH_S, self._republish)
 
     async def stop(self) -> None:
         for kind in (FindNear, Fetch, StoreRecord):
@@ -265,14 +265,14 @@ class DHT:
 
     def _lookup(self, target: bytes, *, width: int, seeds: Iterable[Contact] | None = None) -> Lookup:
         if seeds is None:
-            seeds = [*self.table.nearest(target, self.settings.bucket_size), self._peers.contact]
+            seeds = [*self.table.nearest(target, BUCKET_SIZE), self._peers.contact]
         others = (contact for contact in seeds if contact.direct)
         # all replicas of a key are queried at once
-        parallel = max(self.settings.parallel, width if width <= self.settings.replicas else 0)
+        parallel = max(PARALLEL, width if width <= REPLICAS else 0)
         return Lookup(target, others, width=width, alpha=parallel, patience_s=self._patience_s())
 
     def _patience_s(self) -> float:
-        return min(self._patience.limit_s(_ANSWER), self.settings.timeout_s)
+        return min(self._patience.limit_s(_ANSWER), TIMEOUT_S)
 
     async def _search(self, lookup: Lookup, ask: Callable[[Contact], Awaitable[Iterable[Contact]]]) -> None:
         """Carry out ``lookup``; slow queries continue in the background, for the routing table."""
@@ -299,7 +299,7 @@ class DHT:
         self, ask: Callable[[Contact], Awaitable[Iterable[Contact]]], contact: Contact
     ) -> list[Contact] | None:
         try:
-            contacts = islice(await ask(contact), self.settings.bucket_size)
+            contacts = islice(await ask(contact), BUCKET_SIZE)
             return [near for near in contacts if is_sound(near)]
         except PeerError as error:
             logger.debug("%s does not answer: %s", short(contact.id), error)
@@ -309,7 +309,7 @@ class DHT:
         self._peers.learn(contact)
         asked_at = self._now()
         try:
-            answer = await self._peers.call(contact.id, message, reply, timeout_s=self.settings.timeout_s)
+            answer = await self._peers.call(contact.id, message, reply, timeout_s=TIMEOUT_S)
         except PeerError as error:
             if not (isinstance(error, CallRefused) and error.code == "refused"):  # else it refuses our role
                 self.table.failed(contact.id)
@@ -366,9 +366,9 @@ class DHT:
         return Fetched(answer.records, answer.hops + 1)
 
     async def _store(self, key: bytes, records: tuple[Record, ...]) -> int:
-        width = self.settings.replicas
+        width = REPLICAS
         seeds = [*self._replicas.get(key, ()), *self.table.nearest(key, width), self._peers.contact]
-        if key not in self._replicas and len(self.table) >= self.settings.bucket_size:
+        if key not in self._replicas and len(self.table) >= BUCKET_SIZE:
             seeds = (await self.find_near(key, width=width)).nearest(width)
         taken: list[tuple[str, ...]] = []
         lookup = self._lookup(key, width=width, seeds=seeds)
@@ -425,13 +425,13 @@ class DHT:
         if is_sound(asker):
             self._peers.learn(asker)
             self._saw(asker)
-        nearest = self.table.nearest(target, self.settings.bucket_size)
+        nearest = self.table.nearest(target, BUCKET_SIZE)
         return tuple(contact for contact in nearest if contact.id != caller)
 
     async def _hand_over(self, new: Contact) -> None:
         """Send a new peer the records to which we were the nearest, if it should hold them."""
         for key in list(self._storage):
-            if new in self.table.nearest(key, self.settings.replicas) and self._nearest_to(key, but=new):
+            if new in self.table.nearest(key, REPLICAS) and self._nearest_to(key, but=new):
                 with contextlib.suppress(PeerError):
                     await self._ask_store(key, self._storage.get(key, now=self._now()), [], new)
             await asyncio.sleep(0)
@@ -442,13 +442,11 @@ class DHT:
 
     async def _refresh(self) -> None:
         """Look up ourselves and an id in each quiet bucket, from contacts and entries on."""
-        width = self.settings.bucket_size
-        period_s = self.settings.refresh_s
-        stale = self.table.refresh_targets(self._now(), older_than_s=period_s, rng=self._rng)
-        seeds = [*self.table.nearest(self._peers.id, width), *self._entries]
-        await self.find_near(self._peers.id, width=width, seeds=seeds)
+        stale = self.table.refresh_targets(self._now(), older_than_s=REFRESH_S, rng=self._rng)
+        seeds = [*self.table.nearest(self._peers.id, BUCKET_SIZE), *self._entries]
+        await self.find_near(self._peers.id, width=BUCKET_SIZE, seeds=seeds)
         for target in stale:
-            await self.find_near(target, width=width)
+            await self.find_near(target, width=BUCKET_SIZE)
 
     async def _retry(self, *, if_cut_off: bool = False) -> None:
         """Query a lost peer again; if it is back, its contacts join two halves of a swarm."""
@@ -457,7 +455,7 @@ class DHT:
         lost = [*self.table.lost.values()] or ([] if len(self.table) else self._entries)
         if lost:
             seeds = [self._rng.choice(lost)]
-            await self.find_near(self._peers.id, width=self.settings.bucket_size, seeds=seeds)
+            await self.find_near(self._peers.id, width=BUCKET_SIZE, seeds=seeds)
 
     async def _republish(self) -> None:
         for key in list(self._storage):

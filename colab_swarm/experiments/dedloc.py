@@ -43,7 +43,7 @@ from colab_swarm.averaging.result import GroupResult
 from colab_swarm.averaging.round import Averager
 from colab_swarm.averaging.router import PrefixRouter
 from colab_swarm.averaging.strategy import adaptive_shares, plan_round
-from colab_swarm.dht.service import DHT, DHTSettings
+from colab_swarm.dht.service import DHT
 from colab_swarm.events import StepFinished
 from colab_swarm.experiments.report import Lines, Report, draw, reports
 from colab_swarm.net.patience import Patience
@@ -435,7 +435,7 @@ class _Player(Averager):
         self._town = town
         self._network = network
         self._name = name
-        self.dht = DHT(self.peers, DHTSettings(), random.Random(name))
+        self.dht = DHT(self.peers, random.Random(name))
         self.averager = MoshpitAverager(PrefixRouter(self.peers), self.dht, self, "town/average")
         # by rounds done
         self.held = {0: town.vector(name)}

@@ -43,7 +43,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from colab_swarm.dht.service import DHT, DHTSettings, RunServices
+from colab_swarm.dht.service import DHT, RunServices
 from colab_swarm.events import EventLog
 from colab_swarm.experiments.report import Lines, Report, draw, reports
 from colab_swarm.moe.blocks import FeedForward, TransformerBlock
@@ -128,7 +128,7 @@ async def _measure_chain(report: Report, chain: Chain) -> None:
 
 
 def calls_of(node: Node, *, timeout_s: float) -> ExpertCalls:
-    dht = DHT(node, DHTSettings(), random.Random(0))
+    dht = DHT(node, random.Random(0))
     rng = random.Random(0)
     directory = Directory(RunServices(node, dht, EventLog(), rng, ""))
     return ExpertCalls(node, directory, Runtime(), timeout_s=timeout_s)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from colab_swarm.averaging.result import GroupResult, RoundResult
 from colab_swarm.averaging.round import Averager
 from colab_swarm.averaging.router import PrefixRouter
-from colab_swarm.dht.service import DHT, DHTSettings, Found
+from colab_swarm.dht.service import DHT, Found
 from colab_swarm.errors import JoinError, PeerError, StateError, require
 from colab_swarm.events import Event, EventLog, Fault, PeerJoined, PeerLeft
 from colab_swarm.invite import LOCAL_ONLY
@@ -425,7 +425,7 @@ def assemble(
     pace: Callable[[float], float] | None = None,
 ) -> PeerServices:
     SpeedTests(peers)
-    dht = DHT(peers, DHTSettings(), rng, events)
+    dht = DHT(peers, rng, events)
     router = PrefixRouter(peers, events)
     averager = Averager(peers, events=events)
     return PeerServices(

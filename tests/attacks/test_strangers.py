@@ -12,8 +12,8 @@ import aiohttp
 import msgspec
 import pytest
 
-from colab_swarm.dht.records import Record, Stored, StoreRecord
-from colab_swarm.dht.service import DHT, DHTSettings, key_id
+from colab_swarm.dht.records import KEY_BYTES, VALUE_BYTES, Record, Stored, StoreRecord
+from colab_swarm.dht.service import DHT, key_id
 from colab_swarm.errors import CallRefused, PeerError
 from colab_swarm.events import EventLog
 from colab_swarm.net.handshake import MAX_HANDSHAKES
@@ -79,19 +79,20 @@ async def store(peer: Node, at: PeerId, key: bytes, *records: Record) -> tuple[s
 async def test_members_that_stuff_a_key_keep_no_new_record_out() -> None:
     names = [f"mallory {index}" for index in range(12)]
     async with peers("alice", "bob", *names) as (alice, bob, *sybils):
-        dht = DHT(alice, DHTSettings(), random.Random(1))
-        key, largest = key_id("run/model/progress"), dht.settings.value_bytes - 8
+        dht = DHT(alice, random.Random(1))
+        key, largest = key_id("run/model/progress"), VALUE_BYTES - 8
         refusals = [await store(one, alice.id, key, stuffing(one, key, largest)) for one in sybils]
         assert refusals.count(("",)) >= 6  # six of them fill the key
         held = dht._storage.get(key, now=asyncio.get_running_loop().time())
-        assert sum(one.size_bytes for one in held) > dht.settings.key_bytes - largest - 1000
+        assert sum(one.size_bytes for one in held) > KEY_BYTES - largest - 1000
         assert await store(bob, alice.id, key, stuffing(bob, key, 200)) == ("",)
         await dht.stop()
 
 
-async def test_one_identity_fills_no_holder() -> None:
+async def test_one_identity_fills_no_holder(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("colab_swarm.dht.records.OWNER_BYTES", 100_000)
     async with peers("alice", "bob", "mallory") as (alice, bob, mallory):
-        dht = DHT(alice, DHTSettings(owner_bytes=100_000), random.Random(1))
+        dht = DHT(alice, random.Random(1))
         keys = [key_id(f"mallory/{index}") for index in range(1000)]
         answers = [await store(mallory, alice.id, key, stuffing(mallory, key, 300)) for key in keys]
         taken = answers.count(("",))

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from colab_swarm.averaging.assembly import WINDOW_S, Assembly, WaitingPeer
 from colab_swarm.averaging.group import Group, RoundRefused
 from colab_swarm.averaging.router import PrefixRouter
-from colab_swarm.dht.service import DHT, DHTSettings, Found
+from colab_swarm.dht.service import DHT, Found
 from colab_swarm.net.node import Node
 from colab_swarm.net.peers import PeerId, Role
 from colab_swarm.sim import LAN, SimNetwork, run_virtual
@@ -24,7 +24,7 @@ class Place:
         self.network = SimNetwork(LAN)
         names = NAMES[:count]
         self.peers = [self.network.peer(name, listen=name in names[: count - clients]) for name in names]
-        self.dhts = [DHT(peers, DHTSettings(), random.Random(peers.name)) for peers in self.peers]
+        self.dhts = [DHT(peers, random.Random(peers.name)) for peers in self.peers]
         self.assemblies = [
             Assembly(PrefixRouter(peers), dht, "run/meeting", size=size)
             for peers, dht in zip(self.peers, self.dhts, strict=True)

@@ -17,7 +17,8 @@ from typing import Any, cast
 import msgspec
 import numpy as np
 
-from colab_swarm.dht.service import DHT, DHTSettings, RunServices
+from colab_swarm.dht.routing import BUCKET_SIZE
+from colab_swarm.dht.service import DHT, RunServices
 from colab_swarm.errors import CallRefused, PeerTimeout
 from colab_swarm.events import EventLog
 from colab_swarm.experiments.report import Report, reports
@@ -117,18 +118,17 @@ class CallPeer:
 
 def found_each_other(peers: Sequence[CallPeer], rng: random.Random) -> list[DHT]:
     """Return the peers' DHTs as in a swarm that has run for long: with random contacts in each bucket."""
-    dhts = [DHT(cast(Node, peer), DHTSettings(), random.Random(i)) for i, peer in enumerate(peers)]
+    dhts = [DHT(cast(Node, peer), random.Random(i)) for i, peer in enumerate(peers)]
     by_id = sorted((peer.contact for peer in peers), key=lambda contact: contact.id)
     ids = [int.from_bytes(contact.id, "big") for contact in by_id]
     for dht, own in zip(dhts, peers, strict=True):
         me = int.from_bytes(own.id, "big")
-        size = dht.settings.bucket_size
         for bit in range(255, -1, -1):
             others, sharing = (
                 range(bisect.bisect_left(ids, at), bisect.bisect_left(ids, at + (1 << bit)))
                 for at in (((me >> bit) ^ 1) << bit, me >> bit << bit)
             )
-            for i in others if len(others) <= size else rng.sample(others, size):
+            for i in others if len(others) <= BUCKET_SIZE else rng.sample(others, BUCKET_SIZE):
                 dht.table.saw(by_id[i], 0.0)
             if len(sharing) <= 1:
                 break  # no other id shares more bits
@@ -177,7 +177,7 @@ async def _store_and_get(dht: DHT, name: str, operations: int) -> int:
 
 async def take_part(parent: Channel) -> None:
     node = await start_node()
-    dht = DHT(node, DHTSettings(), random.Random())
+    dht = DHT(node, random.Random())
     name = node.id.hex()
     found = where(node)
     while True:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import msgspec
 
 from colab_swarm.dht.records import Record
-from colab_swarm.dht.service import DHT, DHTSettings, key_id
+from colab_swarm.dht.service import DHT, key_id
 from colab_swarm.sim import LAN, NetworkProfile, SimNetwork, SimPeers
 
 NAMES = ("alice", "bob", "carol", "dave", "erin", "frank", "grace", "heidi")
@@ -20,7 +20,7 @@ class Member:
 
 async def join(network: SimNetwork, name: str, entry: SimPeers | None = None, listen: bool = True) -> Member:
     peers = network.peer(name, listen=listen)
-    member = Member(peers, DHT(peers, DHTSettings(), random.Random(name)))
+    member = Member(peers, DHT(peers, random.Random(name)))
     if entry is not None:
         await member.dht.bootstrap([entry.contact])
     return member

@@ -8,7 +8,7 @@ import pytest
 
 from colab_swarm.dht.records import Fetch, FindNear, FoundNear, Storage
 from colab_swarm.dht.routing import MAX_FAILURES, distance
-from colab_swarm.dht.service import DHT, DHTSettings, is_sound, key_id
+from colab_swarm.dht.service import DHT, is_sound, key_id
 from colab_swarm.errors import CallRefused
 from colab_swarm.events import EventLog, Fault
 from colab_swarm.net.peers import Contact, PeerId
@@ -83,7 +83,7 @@ async def test_a_key_stored_lately_needs_no_lookup_and_is_found_though_the_neare
     assert took_s[1] < 0.8 * took_s[0]
     nearest_first = sorted(holders(members, "key"), key=lambda m: distance(m.peers.id, key_id("key")))
     for member in nearest_first[:3]:
-        member.dht._storage = Storage(DHTSettings(), member.peers.role_by)
+        member.dht._storage = Storage(member.peers.role_by)
     reader = next(member for member in members if member not in nearest_first)
     assert await read(reader, "key") == {members[0].peers.id: 7}
 
@@ -213,9 +213,10 @@ async def test_upkeep_that_fails_is_an_event_and_is_tried_again(monkeypatch: pyt
         raise ZeroDivisionError("a bug")
 
     _, members = await swarm(2)
+    monkeypatch.setattr("colab_swarm.dht.service.REFRESH_S", 10.0)
     events = EventLog()
     await members[1].dht.stop()
-    dht = DHT(members[1].peers, DHTSettings(refresh_s=10), random.Random(0), events)
+    dht = DHT(members[1].peers, random.Random(0), events)
     monkeypatch.setattr(dht.table, "refresh_targets", fail)
     dht.start()
     await asyncio.sleep(60)
@@ -268,6 +269,6 @@ async def test_two_halves_of_a_swarm_meet_again_within_a_minute() -> None:
 async def test_bootstrap_returns_how_many_answered() -> None:
     network, members = await swarm(4)
     new = network.peer("mallory")
-    dht = DHT(new, DHTSettings(), random.Random(0))
+    dht = DHT(new, random.Random(0))
     none = await dht.bootstrap([Contact(PeerId(bytes(32)), ("sim://no-peer",))])
     assert (none, await dht.bootstrap([new.contact, members[2].peers.contact])) == (0, 4)

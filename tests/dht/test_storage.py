@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from colab_swarm.dht import records
-from colab_swarm.dht.records import DHTSettings, Fetch, Fetched, Record, Storage, Stored, StoreRecord
+from colab_swarm.dht.records import Fetch, Fetched, Record, Storage, Stored, StoreRecord
 from colab_swarm.net.identity import Identity, verify
 from colab_swarm.net.peers import UNDECODABLE, Role
 
@@ -38,8 +38,8 @@ def resigned(**change: object) -> Record:
     return msgspec.structs.replace(changed, signature=ALICE.sign(changed.signed_bytes(KEY)))
 
 
-def storage_of(role: Role = Role.WORKER, **limits: int) -> Storage:
-    return Storage(DHTSettings(**limits), lambda key, membership, at: role)
+def storage_of(role: Role = Role.WORKER) -> Storage:
+    return Storage(lambda key, membership, at: role)
 
 
 def put(storage: Storage, new: Record, *, now: float = 0.0) -> str | None:
@@ -52,12 +52,12 @@ def check_storage(storage: Storage) -> None:
     sizes: dict[bytes, int] = {}
     for key, held in storage._keys.items():
         sizes[key] = sum(record.size_bytes for record, _ in held.values())
-        assert 0 < sizes[key] <= storage._settings.key_bytes
-    assert storage.total_bytes == sum(sizes.values()) <= storage._settings.total_bytes
+        assert 0 < sizes[key] <= records.KEY_BYTES
+    assert storage.total_bytes == sum(sizes.values()) <= records.TOTAL_BYTES
     owned = storage._owned
     assert owned.total() == storage.total_bytes and all(owned.values())
     assert len(storage._places) == sum(map(len, storage._keys.values()))
-    assert all(size <= storage._settings.owner_bytes for size in owned.values())
+    assert all(size <= records.OWNER_BYTES for size in owned.values())
 
 
 def values(storage: Storage, *, now: float = 0.0) -> set[bytes]:
@@ -161,8 +161,10 @@ def test_a_record_out_of_bounds_is_refused(storage: Storage, bad: Record) -> Non
     assert put(storage, bad) is not None and storage.total_bytes == 0
 
 
-def test_in_a_full_key_a_new_record_takes_the_place_of_the_oldest_of_the_long_ones() -> None:
-    storage = storage_of(key_bytes=3 * 300)
+def test_in_a_full_key_a_new_record_takes_the_place_of_the_oldest_of_the_long_ones(
+    storage: Storage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(records, "KEY_BYTES", 3 * 300)
     for by in (ALICE, BOB, CAROL):
         assert put(storage, record(by.public_key[:1], by)) is None
     put(storage, record(ALICE.public_key[:1], ALICE, at=1))  # renewed
@@ -171,8 +173,10 @@ def test_in_a_full_key_a_new_record_takes_the_place_of_the_oldest_of_the_long_on
     assert "key is full" in str(put(storage, record(bytes(2000), Identity(b"e" * 32))))
 
 
-def test_a_stuffed_key_loses_the_longest_records_first() -> None:
-    storage = storage_of(key_bytes=8 * 4096)
+def test_a_stuffed_key_loses_the_longest_records_first(
+    storage: Storage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(records, "KEY_BYTES", 8 * 4096)
     for i in range(8):
         put(storage, record(bytes(3700), Identity(bytes([i]) * 32)))
     for i in range(20):
@@ -180,8 +184,12 @@ def test_a_stuffed_key_loses_the_longest_records_first() -> None:
     assert {b"%d" % i for i in range(20)} <= values(storage)
 
 
-def test_one_owner_fills_neither_a_peer_nor_more_than_its_part() -> None:
-    storage, keys = storage_of(owner_bytes=900, total_bytes=1500), [bytes([i]) * 32 for i in range(9)]
+def test_one_owner_fills_neither_a_peer_nor_more_than_its_part(
+    storage: Storage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(records, "OWNER_BYTES", 900)
+    monkeypatch.setattr(records, "TOTAL_BYTES", 1500)
+    keys = [bytes([i]) * 32 for i in range(9)]
 
     def store(by: Identity, key: bytes) -> str | None:
         refusal = storage.put(key, record(by=by, key=key), now=0.0, swarm_time=WALL)
@@ -218,10 +226,12 @@ wild_records = st.builds(
 @settings(max_examples=100)
 @given(st.lists(st.tuples(wild_records, st.floats(0, 100)), max_size=8))
 def test_no_record_breaks_the_counters(arrivals: list[tuple[Record, float]]) -> None:
-    storage = storage_of(total_bytes=1500)
-    for new, now in sorted(arrivals, key=lambda arrival: arrival[1]):
-        put(storage, new, now=now)
-    assert values(storage, now=100.0 + storage._settings.max_ttl_s) == set()
+    storage = storage_of()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(records, "TOTAL_BYTES", 1500)
+        for new, now in sorted(arrivals, key=lambda arrival: arrival[1]):
+            put(storage, new, now=now)
+    assert values(storage, now=100.0 + records.MAX_TTL_S) == set()
 
 
 MESSAGES = [records.FindNear, records.FoundNear, Fetch, Fetched, StoreRecord, Stored]

@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import torch
 
-from colab_swarm.dht.service import DHT, DHTSettings, RunServices
+from colab_swarm.dht.service import DHT, RunServices
 from colab_swarm.events import Event, EventLog
 from colab_swarm.moe.blocks import FeedForward
 from colab_swarm.moe.directory import Directory, DirectorySettings
@@ -66,7 +66,7 @@ class Run:
 
     async def join(self, name: str, *, folder: Path | None = None) -> Member:
         peers = self.network.peer(name)
-        dht = DHT(peers, DHTSettings(), random.Random(name))
+        dht = DHT(peers, random.Random(name))
         if self._entry is not None:
             await dht.bootstrap([self._entry.contact])
         self._entry = self._entry or peers

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from colab_swarm.dht.records import DHTSettings
+from colab_swarm.dht.records import KEY_BYTES
 from colab_swarm.dht.service import Found
 from colab_swarm.moe import grid as grids
 from colab_swarm.moe.grid import ExpertPlace, Grid, GridPage, GridRecord, Index, Mask, announced, beam_search
@@ -133,7 +133,7 @@ def test_a_full_page_of_hosts_with_many_addresses_fits_under_one_key() -> None:
     place = ExpertPlace(grids.PAGE - 1, 1 << 45, 1 << 40, (512, 1024))
     row = GridRecord(("a" * grids.MAX_ADDRESS_CHARS,), (place,))
     record_bytes = len(msgspec.msgpack.encode(row)) + 32
-    assert grids.PAGE * (record_bytes + 256) <= DHTSettings().key_bytes  # as a holder counts
+    assert grids.PAGE * (record_bytes + 256) <= KEY_BYTES  # as a holder counts
     assert grids.PAGE * (record_bytes + 150) <= MAX_MESSAGE_BYTES  # owner, signature, times
 
 

@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from colab_swarm.dht.records import DHTSettings, Storage
+from colab_swarm.dht import records
 from colab_swarm.errors import CallRefused, PeerError, StateError
 from colab_swarm.moe import saves as expert_saves
 from colab_swarm.net.peers import Buffer, Contact, PeerId
@@ -124,10 +124,11 @@ async def test_a_save_that_no_holder_accepts_does_not_hide_the_previous_one(scen
     assert np.array_equal(again.blob, saved(step=1).blob)
 
 
-async def test_a_save_whose_record_no_peer_stores_is_reported(scene: Scene) -> None:
+async def test_a_save_whose_record_no_peer_stores_is_reported(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
     await scene.open("alice")
-    alice = scene.members["alice"].services
-    alice.dht._storage = Storage(DHTSettings(total_bytes=0), alice.peers.role_by)
+    monkeypatch.setattr(records, "TOTAL_BYTES", 0)
     assert "no peer stored the record" in str((await scene.save(saved())).fault)
 
 

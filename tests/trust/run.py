@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from colab_swarm.dht.service import DHT, DHTSettings
+from colab_swarm.dht.service import DHT
 from colab_swarm.events import EventLog
 from colab_swarm.invite import Access, Invite
 from colab_swarm.net.membership import Membership, MembershipAdmission
@@ -90,7 +90,7 @@ class Run:
         settings = replace(self._settings, run_id=access.run_id)
         node = await Node.start(own, settings, events, admission=access.admission, wall_clock=clock)
         node.serve(Echo, echo, role=Role.WORKER)
-        dht = DHT(node, DHTSettings(), random.Random(name))
+        dht = DHT(node, random.Random(name))
         peer = Peer(access, node, dht, Trust(node, dht, events, random.Random(name), access), events, clock)
         self.peers.append(peer)
         for contact in access.entries:

@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 
-from colab_swarm.dht.service import DHT, DHTSettings
+from colab_swarm.dht.service import DHT
 from colab_swarm.errors import PeerUnreachable
 from colab_swarm.events import EventLog, Notice
 from colab_swarm.invite import Invite
@@ -34,7 +34,7 @@ class Asking:
             raise PeerUnreachable("the authority is away")
 
         access = RunAccess(RUN, "invite", admission, invitation=Invite(RUN, (), NOW))
-        dht, self.events, self.clock = DHT(peers, DHTSettings(), random.Random(0)), EventLog(), peers.clock
+        dht, self.events, self.clock = DHT(peers, random.Random(0)), EventLog(), peers.clock
         self.member = RunMember(peers, dht, admission, self.events, access)
         monkeypatch.setattr(self.member, "_request", request)
 
