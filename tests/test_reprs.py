@@ -61,8 +61,7 @@ def objects(tmp_path: Path) -> list[tuple[object, str]]:
         (cs.NetworkOptions(), "NetworkOptions()"),
         (
             cs.NetworkOptions(port=4500, identity="my.key", announce=["ws://203.0.113.7:1"], tunnel=tunnel),
-            "NetworkOptions(port=4500, tunnel=TunnelSettings(kind='ngrok', agent=None, quota_bytes=1000000000.0, "
-            "check_s=1.0, probe_s=180.0))",
+            "NetworkOptions(port=4500, tunnel=TunnelSettings(kind='ngrok', agent=None, quota_bytes=1000000000.0))",
         ),
         (cs.RelayQuota(total_bytes=1e9), "RelayQuota(total_bytes=1000000000.0)"),
         (cs.Allowlist(users=("alice",)), "Allowlist(users=('alice',), organisations=())"),

@@ -14,6 +14,7 @@ of I/O; `HandshakeReceiver` runs it over a connection.
 import asyncio
 import socket
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
 from hashlib import sha256
 from typing import Annotated, Any, TypeVar
 
@@ -73,39 +74,37 @@ def describe_run(run_id: str) -> str:
     return f"run '{run_id}', protocol {VERSION}"
 
 
+def _admit_all(public_key: bytes, membership: bytes) -> Role:
+    return Role.WORKER
+
+
+@dataclass(eq=False, kw_only=True)
 class Introduction:
     """One end of the handshake. Free of I/O.
 
-    Args:
+    Attributes:
         addresses: where this end can be dialled.
         expected: the id of the dialled peer; None if this end was dialled.
         admit: returns a peer's role by its public key and membership; raises `NotAdmitted`.
+        result: the other end, once it is known.
     """
 
-    def __init__(
-        self,
-        identity: Identity,
-        *,
-        addresses: tuple[str, ...],
-        run_id: str,
-        expected: PeerId | None,
-        membership: bytes = b"",
-        admit: Callable[[bytes, bytes], Role] = lambda public_key, membership: Role.WORKER,
-    ) -> None:
-        self._identity = identity
-        self._addresses = addresses
-        self._run_id = run_id
-        self._expected = expected
-        self._membership = membership
-        self._admit = admit
+    identity: Identity = field(kw_only=False)
+    addresses: tuple[str, ...]
+    run_id: str
+    expected: PeerId | None
+    membership: bytes = b""
+    admit: Callable[[bytes, bytes], Role] = _admit_all
+    result: Remote | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
         self._static = X25519PrivateKey.generate()
-        prologue = f"colab_swarm {VERSION} {run_id}".encode()
+        prologue = f"colab_swarm {VERSION} {self.run_id}".encode()
         self._digest = sha256(prologue).digest()
-        self.dialled = expected is not None
+        self.dialled = self.expected is not None
         # Only the end that was dialled gets a digest of the run to check.
         self._run_checked = self.dialled
         self._noise = Handshake(initiator=self.dialled, static=self._static, prologue=prologue)
-        self.result: Remote | None = None
 
     def start(self) -> bytes:
         return self._noise.write(self._digest)
@@ -120,19 +119,19 @@ class Introduction:
         payload = self._noise.read(message)
         if not self._run_checked:
             same_run = payload == self._digest
-            require(same_run, f"this peer belongs to {describe_run(self._run_id)}", ProtocolError)
+            require(same_run, f"this peer belongs to {describe_run(self.run_id)}", ProtocolError)
             self._run_checked = True
             return self._write_hello(wall_time)
         hello = decoded(payload, Hello, "an undecodable hello", ProtocolError)
         genuine = verify(hello.public_key, hello.signature, _DOMAIN + self._noise.remote_static + signed_hash)
         require(genuine, "a hello with a wrong signature", ProtocolError)
         peer = id_of(hello.public_key)
-        if peer == self._identity.id:
+        if peer == self.identity.id:
             raise WrongPeer(f"both ends are peer {short(peer)}: is its key file in use twice?")
-        if self._expected is not None and peer != self._expected:
-            raise WrongPeer(f"peer {short(peer)} answered, {short(self._expected)} was expected")
+        if self.expected is not None and peer != self.expected:
+            raise WrongPeer(f"peer {short(peer)} answered, {short(self.expected)} was expected")
         try:
-            role = self._admit(hello.public_key, hello.membership)
+            role = self.admit(hello.public_key, hello.membership)
         except NotAdmitted as error:
             raise NotAdmitted(f"not admitted: {error}") from error
         answer = None
@@ -150,8 +149,8 @@ class Introduction:
 
     def _write_hello(self, wall_time: float) -> bytes:
         public = self._static.public_key().public_bytes_raw()
-        signature = self._identity.sign(_DOMAIN + public + self._noise.hash)
-        hello = Hello(self._identity.public_key, signature, self._addresses, wall_time, self._membership)
+        signature = self.identity.sign(_DOMAIN + public + self._noise.hash)
+        hello = Hello(self.identity.public_key, signature, self.addresses, wall_time, self.membership)
         return self._noise.write(msgspec.msgpack.encode(hello))
 
 

@@ -18,6 +18,7 @@ import socket
 from collections import Counter
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
+from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any
 
@@ -100,11 +101,11 @@ def _load() -> Any:
     return iroh
 
 
+@dataclass(eq=False)
 class _Carried:
     """A connection whose stream is pumped from and to a socket; closing either end closes both."""
 
-    def __init__(self, connection: Any) -> None:
-        self._connection = connection
+    _connection: Any
 
     @property
     def relayed(self) -> bool:
@@ -198,16 +199,14 @@ class IrohEndpoint:
                 self._spawn(self._accept())
             if self._public:
                 self._spawn(self._watch())
-            if self._public or self._relay:
-                await self._wait_online()
-
-    async def _wait_online(self) -> None:
-        try:
-            async with asyncio.timeout(ONLINE_S):
-                await self._endpoint.online()
-        except TimeoutError:
-            logger.warning(NO_RELAY)
-            self._events.emit(Notice(loop_now(), NO_RELAY))
+            if not (self._public or self._relay):
+                return
+            try:
+                async with asyncio.timeout(ONLINE_S):
+                    await self._endpoint.online()
+            except TimeoutError:
+                logger.warning(NO_RELAY)
+                self._events.emit(Notice(loop_now(), NO_RELAY))
 
     def _options(self) -> Any:
         iroh = self._iroh
@@ -352,10 +351,8 @@ class IrohEndpoint:
                 notice_share = 1.0 if spent_share < 1.0 else math.inf
                 text = f"{spent_share:.0%} of {QUOTA_BYTES / 1e9:g} GB went through iroh's public relays"
                 self._events.emit(Notice(loop_now(), text))
-            if spent_share >= 1.0:
-                self._abort_relayed()
-
-    def _abort_relayed(self) -> None:
-        for carried in self._carried:
-            if carried.relayed:
-                carried.abort()
+            if spent_share < 1.0:
+                continue
+            for carried in self._carried:
+                if carried.relayed:
+                    carried.abort()

@@ -558,26 +558,21 @@ class Node:
         while True:
             await asyncio.sleep(min(self._settings.keep_alive_s, IDLE_LINK_S))
             self.recheck()
+            now = self._loop.time()
             for link in self.table:
-                self._keep(link)
-
-    def _keep(self, link: Link) -> None:
-        now = self._loop.time()
-        silent_s = now - link.carrier.read_at
-        if silent_s > _SILENT_KEEP_ALIVES * self._settings.keep_alive_s:
-            link.abort(f"silent for {silent_s:.0f} s")
-            return
-        unused_s = now - link.used_at if link.mux.quiet else 0.0
-        if link.mux.leaving and unused_s > LEAVE_TIMEOUT_S:
-            link.close("no longer needed")
-            return
-        # If both ends have addresses, either can dial again.
-        dialable = bool(self.addresses and self.book.find(link.peer).addresses)
-        needed = link.peer in self.pinned or not dialable
-        if unused_s > IDLE_LINK_S and not needed:
-            link.leave()
-        else:
-            link.ping()
+                silent_s = now - link.carrier.read_at
+                unused_s = now - link.used_at if link.mux.quiet else 0.0
+                # If both ends have addresses, either can dial again.
+                dialable = bool(self.addresses and self.book.find(link.peer).addresses)
+                needed = link.peer in self.pinned or not dialable
+                if silent_s > _SILENT_KEEP_ALIVES * self._settings.keep_alive_s:
+                    link.abort(f"silent for {silent_s:.0f} s")
+                elif link.mux.leaving and unused_s > LEAVE_TIMEOUT_S:
+                    link.close("no longer needed")
+                elif unused_s > IDLE_LINK_S and not needed:
+                    link.leave()
+                else:
+                    link.ping()
 
     def recheck(self) -> None:
         for link in self.table:

@@ -10,7 +10,7 @@ import asyncio
 import logging
 import random
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import chain
 from typing import Annotated
@@ -108,30 +108,27 @@ class Reachability:
         return "\n".join(lines)
 
 
+@dataclass
 class ReachabilityPolicy:
-    """Evidence of how a peer can be reached, and the level that follows; ``trusted`` addresses need no check.
+    """Evidence of how a peer can be reached, and the level that follows.
 
     Attributes:
         listening: the addresses at which the peer listens.
+        trusted: whether the user gave them: they need no check.
         reports: the answers to dial-backs, by peer.
         places: the circuit addresses, by relay.
-        tunnel: the address of its tunnel, None without.
-        iroh: its addresses at iroh.
-        why: the reasons why levels do not work.
+        tunnel, iroh: the address of its tunnel, and those at iroh.
+        why_no_relay, why_no_tunnel: why these levels do not work.
     """
 
-    def __init__(self, listening: tuple[str, ...], *, trusted: bool = False) -> None:
-        self.listening = listening
-        self._trusted = trusted
-        self.reports: dict[PeerId, DialledBack] = {}
-        self.places: Mapping[PeerId, tuple[str, ...]] = {}
-        self.tunnel: str | None = None
-        self.iroh: tuple[str, ...] = ()
-        self.why = {
-            ReachabilityLevel.IROH: "not requested; iroh='public' uses its free relays",
-            ReachabilityLevel.RELAYED: "no relay of the run is known",
-            ReachabilityLevel.TUNNEL: "not requested; tunnel='ngrok' opens one",
-        }
+    listening: tuple[str, ...]
+    trusted: bool = False
+    reports: dict[PeerId, DialledBack] = field(default_factory=dict)
+    places: Mapping[PeerId, tuple[str, ...]] = field(default_factory=dict)
+    tunnel: str | None = None
+    iroh: tuple[str, ...] = ()
+    why_no_relay: str = "no relay of the run is known"
+    why_no_tunnel: str = "not requested; tunnel='ngrok' opens one"
 
     @property
     def dialable(self) -> bool:
@@ -141,7 +138,7 @@ class ReachabilityPolicy:
         return untried or level in (ReachabilityLevel.DIRECT, ReachabilityLevel.LAN)
 
     def decide(self) -> Reachability:
-        if self._trusted and self.listening:
+        if self.trusted and self.listening:
             return Reachability(ReachabilityLevel.DIRECT, addresses=self.listening)
         reasons: list[tuple[ReachabilityLevel, str]] = []
         for level, via, addresses, why_not in self._levels():
@@ -165,15 +162,10 @@ class ReachabilityPolicy:
         near = [*local, *self.iroh, *circuits] if is_lan else []
         yield ReachabilityLevel.LAN, "", near, self._why_not(local=True)
         at_iroh = self.iroh and [*carried, *self._own(local=True)]
-        yield ReachabilityLevel.IROH, "", at_iroh, self.why[ReachabilityLevel.IROH]
+        yield ReachabilityLevel.IROH, "", at_iroh, "not requested; iroh='public' uses its free relays"
         relays = f"by {', '.join(map(short, self.places))}"
-        yield ReachabilityLevel.RELAYED, relays, circuits and carried, self.why[ReachabilityLevel.RELAYED]
-        yield (
-            ReachabilityLevel.TUNNEL,
-            self.tunnel or "",
-            tunnel and carried,
-            self.why[ReachabilityLevel.TUNNEL],
-        )
+        yield ReachabilityLevel.RELAYED, relays, circuits and carried, self.why_no_relay
+        yield ReachabilityLevel.TUNNEL, self.tunnel or "", tunnel and carried, self.why_no_tunnel
         if untried:
             yield ReachabilityLevel.UNVERIFIED, "", [*untried, *local], ""
 
@@ -242,7 +234,7 @@ class ReachabilityWatch:
             self._circuits = Circuits(node, relays, self._update, rng)
             self._policy.places = self._circuits.places
         else:
-            self._policy.why[ReachabilityLevel.RELAYED] = "this peer uses no relay (use_relays=False)"
+            self._policy.why_no_relay = "this peer uses no relay (use_relays=False)"
         node.serve(DialBack, self._on_dial_back)
         node.serve(Moved, self._on_moved)
 
@@ -319,7 +311,7 @@ class ReachabilityWatch:
 
     def _on_tunnel(self, address: str | None) -> None:
         self._policy.tunnel = address
-        self._policy.why[ReachabilityLevel.TUNNEL] = "it was lost and is being opened again"
+        self._policy.why_no_tunnel = "it was lost and is being opened again"
         self._update()
 
     def _update(self) -> None:

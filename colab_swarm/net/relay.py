@@ -29,7 +29,6 @@ from colab_swarm.net.addresses import host_of, is_address, is_local, is_loopback
 from colab_swarm.net.carrier import LinkType, Path
 from colab_swarm.net.handshake import TICKET, Address, HandshakeReceiver, dial_any
 from colab_swarm.net.node import Node
-from colab_swarm.net.patience import VisitLimit
 from colab_swarm.net.peers import CIRCUIT, Ack, Contact, Message, PeerId, Refusal, Role, short
 from colab_swarm.net.traffic import TokenBucket, Traffic
 from colab_swarm.net.websocket import MAX_MESSAGE_BYTES, SCRATCH_BYTES, WebSocket, write_message
@@ -44,8 +43,6 @@ _BATCH_BYTES = SCRATCH_BYTES + MAX_MESSAGE_BYTES + 16
 PLACES = 256
 CIRCUITS = 256
 CIRCUITS_PER_PEER = 32
-# One caller cannot use up all circuits of another peer.
-CIRCUITS_PER_PAIR = 4
 # Links ping, so a circuit without traffic for this time is dead.
 _IDLE_S = 120.0
 # An end that has not shown its ticket by then will not connect.
@@ -62,13 +59,9 @@ _CANDIDATES = 8
 _PLACE_S = 300.0
 # Others learn this many addresses of one relay.
 _ENTRIES = 2
-# Offers of one relay that this peer accepts at once: each costs a connection.
-OFFERS_AT_ONCE = 32
 # The round trip to a relay with a place counts by this factor, to avoid needless changes.
 _HELD_BONUS = 0.7
 _INSIDE = 4  # addresses
-# To leave a relay for one peer, so many tries in so many seconds.
-_TRIES = 5, 60.0
 _Id = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
 Token = Annotated[bytes, msgspec.Meta(min_length=_TOKEN_BYTES, max_length=_TOKEN_BYTES)]
 
@@ -159,9 +152,6 @@ class RelayState:
             count = sum(peer in circuit.ends for circuit in self.circuits)
             text = f"{CIRCUITS_PER_PEER} circuits of {short(peer)} are open here"
             require(count < CIRCUITS_PER_PEER, text, Refusal)
-        pair = {caller, called}
-        between = sum(pair == {*circuit.ends} for circuit in self.circuits)
-        require(between < CIRCUITS_PER_PAIR, f"{between} circuits between the two are open here", Refusal)
         require(not self.spent, f"this relay has carried {self.spent}", Refusal)
         traffic = Traffic((), self._buckets)
         circuit = Circuit((caller, called), opened_at=now, used_at=now, traffic=traffic)
@@ -300,38 +290,40 @@ class Relay:
                 self.end(circuit, reason)
 
 
+@dataclass(eq=False)
 class _Pump:
     """Receives at one end of a circuit and sends to the other, as far as it and quotas have room."""
 
-    def __init__(self, relay: Relay, circuit: Circuit, socket: WebSocket) -> None:
-        self._relay = relay
-        self._circuit = circuit
-        self.socket = socket
-        self._loop = asyncio.get_running_loop()
-        self._reasons_to_wait: set[str] = set()
-        self._quota_timer: asyncio.TimerHandle | None = None
-        self.other: _Pump | None = None
-        socket.after_read = self._flush
+    relay: Relay
+    circuit: Circuit
+    socket: WebSocket
+    other: "_Pump | None" = None
+    _reasons_to_wait: set[str] = field(default_factory=set)
+    _quota_timer: asyncio.TimerHandle | None = None
+
+    def __post_init__(self) -> None:
+        self.socket.after_read = self._flush
 
     def on_message(self, data: memoryview) -> None:
         if self.other is None:
-            self._relay.end(self._circuit, "sent a message before the circuit was open")
+            self.relay.end(self.circuit, "sent a message before the circuit was open")
             return
-        self._relay.add(data)
-        delay_s, fault = self._relay.state.carry(self._circuit, len(data), self._loop.time())
+        self.relay.add(data)
+        loop = asyncio.get_running_loop()
+        delay_s, fault = self.relay.state.carry(self.circuit, len(data), loop.time())
         if fault is not None:
             self._flush()
-            self._relay.end(self._circuit, fault)
+            self.relay.end(self.circuit, fault)
         elif delay_s > 0:
             self._wait("quota")
             # An earlier message of the same read has set a shorter pause.
             if self._quota_timer is not None:
                 self._quota_timer.cancel()
-            self._quota_timer = self._loop.call_later(delay_s, self._resume, "quota")
+            self._quota_timer = loop.call_later(delay_s, self._resume, "quota")
 
     def _flush(self) -> None:
         if self.other is not None:
-            self._relay.flush(self.other.socket)
+            self.relay.flush(self.other.socket)
 
     def on_writable(self, writable: bool) -> None:
         if self.other is None:
@@ -342,7 +334,7 @@ class _Pump:
             self.other._wait("buffer")
 
     def on_lost(self, reason: str) -> None:
-        self._relay.end(self._circuit, f"the other end of the circuit is gone: {reason}")
+        self.relay.end(self.circuit, f"the other end of the circuit is gone: {reason}")
 
     def _wait(self, reason: str) -> None:
         self._reasons_to_wait.add(reason)
@@ -364,11 +356,6 @@ def choose(rtts_s: dict[PeerId, float], reserved: Container[PeerId], places: int
     return sorted(rtts_s, key=distance)[:places]
 
 
-def _nearness(address: str) -> tuple[bool, bool]:
-    host = host_of(address)
-    return is_loopback(host), is_local(host)
-
-
 class Circuits:
     """Lets a node dial through relays and, after `start`, be dialled through them, until it closes."""
 
@@ -387,10 +374,8 @@ class Circuits:
         self._look = asyncio.Event()
         self._looked = asyncio.Event()
         self._keeping: asyncio.Task[None] | None = None
-        # The relay of each offer that is being accepted.
-        self._accepting: list[PeerId] = []
+        # Peers that are being dialled in order to leave a relay.
         self._leaving: set[PeerId] = set()
-        self._tries = VisitLimit(*_TRIES)
         # The circuit addresses at each relay.
         self.places: dict[PeerId, tuple[str, ...]] = {}
         node.open_circuit = self._open
@@ -439,9 +424,6 @@ class Circuits:
             self._node.require_room()
         except PeerLost as error:
             raise Refusal(str(error)) from error
-        few = self._accepting.count(relay) < OFFERS_AT_ONCE
-        require(few, f"{OFFERS_AT_ONCE} of your offers are being accepted: wait", Refusal)
-        self._accepting.append(relay)
         self._node.spawn(self._accept(relay, offer))
         return Ack()
 
@@ -453,14 +435,11 @@ class Circuits:
         except PeerError as error:
             logger.info("circuit of %s through %s: %s", short(PeerId(offer.peer)), short(relay), error)
             return
-        finally:
-            self._accepting.remove(relay)
         await self.leave_relay(link.peer)
 
     async def leave_relay(self, peer: PeerId) -> None:
         """Dial a peer that is linked by a relay, where it can be dialled or behind the same router."""
-        may_try = peer not in self._leaving and self._tries.admit(peer, self._loop.time())
-        if not may_try or not self._is_relayed(peer):
+        if peer in self._leaving or not self._is_relayed(peer):
             return
         self._leaving.add(peer)
         try:
@@ -543,7 +522,7 @@ class Circuits:
             return
         self._node.pinned.add(relay)
         # Others may have to dial it elsewhere than we do: public addresses come first.
-        entries.sort(key=_nearness)
+        entries.sort(key=lambda entry: (is_loopback(host_of(entry)), is_local(host_of(entry))))
         circuits = tuple(f"{entry}{CIRCUIT}{relay.hex()}" for entry in entries[:_ENTRIES])
         if self.places.get(relay) != circuits:
             self.places[relay] = circuits

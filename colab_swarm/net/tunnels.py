@@ -37,6 +37,9 @@ logger = logging.getLogger(__name__)
 # The ngrok agent has 10 MB, which are downloaded the first time it is used.
 _DOWNLOAD_TIMEOUT_S = 60.0
 OPEN_TIMEOUT_S = 45.0
+# Between two checks of the agent, and between two requests to the public address: 20,000 a month are free.
+CHECK_S = 1.0
+PROBE_S = 180.0
 # A tunnel is lost if so many requests in a row fail, one after another in this time.
 _PROBES = 3
 _PROBE_AGAIN_S = 10.0
@@ -107,16 +110,12 @@ class TunnelSettings:
         auth_token: the token of ngrok.
         agent: path of the program; None for pyngrok's own, or the one on the PATH.
         quota_bytes: monthly data volume of the ngrok plan; None for no limit.
-        check_s: seconds between checks of the agent.
-        probe_s: seconds between requests to the public address; 20,000 a month are free.
     """
 
     kind: Literal["ngrok", "cloudflared"]
     auth_token: str | None = field(default=None, repr=False)
     agent: str | None = None
     quota_bytes: float | None = 1e9
-    check_s: float = 1.0
-    probe_s: float = 180.0
 
     def __post_init__(self) -> None:
         supported = self.kind in ("ngrok", "cloudflared")
@@ -169,31 +168,27 @@ async def probe(address: str) -> str | None:
         return f"{type(error).__name__}: {error}".rstrip(": ")
 
 
+@dataclass
 class _AgentLog:
     """The log of an agent: its ``address`` once it is connected, and a ``fault``."""
 
-    def __init__(self) -> None:
-        self.address = ""
-        self.fault = ""
-        self._url = ""
-        self.last_lines: deque[str] = deque(maxlen=_LOG_LINES)
+    address: str = ""
+    fault: str = ""
+    _url: str = ""
+    last_lines: deque[str] = field(default_factory=lambda: deque(maxlen=_LOG_LINES))
 
     def read(self, line: str) -> None:
         self.last_lines.append(line.strip()[:200])
         if line.startswith("{"):
-            self._read_ngrok(line)
-        else:
-            self._read_cloudflared(line)
-
-    def _read_ngrok(self, line: str) -> None:
-        with suppress(ValueError):
-            entry = json.loads(line)
-            if entry.get("lvl") in ("eror", "crit") and entry.get("err"):
-                self.fault = str(entry["err"])
-            elif entry.get("msg") == "started tunnel":
-                self.address = str(entry.get("url")).replace("http", "ws", 1)
-
-    def _read_cloudflared(self, line: str) -> None:
+            # ngrok
+            with suppress(ValueError):
+                entry = json.loads(line)
+                if entry.get("lvl") in ("eror", "crit") and entry.get("err"):
+                    self.fault = str(entry["err"])
+                elif entry.get("msg") == "started tunnel":
+                    self.address = str(entry.get("url")).replace("http", "ws", 1)
+            return
+        # cloudflared
         match = _CLOUDFLARED_URL.search(line)
         if match is not None and not self._url:
             self._url = match[0]
@@ -372,12 +367,11 @@ class Tunnel:
 
     async def _wait_lost(self) -> str:
         assert self._guardian is not None and self._guardian.stdout is not None and self.address is not None
-        probe_s = self._settings.probe_s
-        probe_at = self._loop.time() + probe_s
+        probe_at = self._loop.time() + PROBE_S
         failures = 0
         while True:
             with suppress(TimeoutError):
-                async with asyncio.timeout(self._settings.check_s):
+                async with asyncio.timeout(CHECK_S):
                     # Read the log: a full pipe would block the program.
                     while await self._guardian.stdout.read(1 << 16):
                         pass
@@ -390,12 +384,12 @@ class Tunnel:
             fault = await probe(self.address)
             if fault is None:
                 failures = 0
-                probe_at = self._loop.time() + probe_s
+                probe_at = self._loop.time() + PROBE_S
                 continue
             failures += 1
             if failures == _PROBES:
                 return f"its public address does not lead here: {fault}"
-            probe_at = self._loop.time() + min(_PROBE_AGAIN_S, probe_s)
+            probe_at = self._loop.time() + min(_PROBE_AGAIN_S, PROBE_S)
 
     def _check_quota(self) -> None:
         quota_bytes = self._settings.quota_bytes

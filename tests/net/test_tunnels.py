@@ -17,6 +17,7 @@ from aiohttp import web
 
 from colab_swarm.errors import TunnelError
 from colab_swarm.events import EventLog, Notice
+from colab_swarm.net import tunnels
 from colab_swarm.net.node import Node
 from colab_swarm.net.tunnels import ADVICE, Tunnel, TunnelSettings, explain, probe, settings_of
 from tests.net import agents
@@ -51,13 +52,14 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Where the stand-ins are; no user's configuration and no token is in sight."""
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
     monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setattr(tunnels, "CHECK_S", 0.05)
     monkeypatch.setenv("NGROK_AUTHTOKEN", "of the environment, not used")
     return tmp_path
 
 
-def ngrok(folder: Path, token: str = TOKEN, **settings: float | None) -> TunnelSettings:
+def ngrok(folder: Path, token: str = TOKEN, quota_bytes: float | None = 1e9) -> TunnelSettings:
     agent = agents.install("ngrok", folder)
-    return TunnelSettings("ngrok", auth_token=token, agent=agent, **{"check_s": 0.05, **settings})
+    return TunnelSettings("ngrok", auth_token=token, agent=agent, quota_bytes=quota_bytes)
 
 
 @asynccontextmanager
@@ -104,19 +106,21 @@ async def test_peers_link_through_a_tunnel_again_each_time_that_its_agent_is_kil
 async def test_an_agent_that_hangs_or_leads_nowhere_is_replaced(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("colab_swarm.net.tunnels.PROBE_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(tunnels, "PROBE_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(tunnels, "PROBE_S", 0.05)
     events = EventLog()
     changes: asyncio.Queue[str | None] = asyncio.Queue()
     more = {"on_change": changes.put_nowait, "events": events}
     async with peers("bob") as (bob,):
-        async with tunnel(ngrok(folder, probe_s=0.05), bob.port, **more):
+        async with tunnel(ngrok(folder), bob.port, **more):
             os.kill(agent_of(folder), signal.SIGSTOP)
             assert await changes.get() is None and await changes.get() is not None
-        async with tunnel(ngrok(folder, probe_s=0.05), **more):  # no peer listens at that port
+        async with tunnel(ngrok(folder), **more):  # no peer listens at that port
             assert await changes.get() is None
     faults = iter(["off", "off", None, "off", "off", "off"])
     monkeypatch.setattr("colab_swarm.net.tunnels.probe", lambda address: asyncio.sleep(0, next(faults)))
-    async with tunnel(ngrok(folder, probe_s=0.01, quota_bytes=None), **more):
+    monkeypatch.setattr(tunnels, "PROBE_S", 0.01)
+    async with tunnel(ngrok(folder, quota_bytes=None), **more):
         assert await changes.get() is None and next(faults, "all three in a row") == "all three in a row"
     reasons = [change.text for change in events.recent(Notice) if "tunnel lost: " in change.text]
     assert reasons[0] == "tunnel lost: its public address does not lead here: TimeoutError"
@@ -208,7 +212,7 @@ async def test_pyngroks_own_agent_is_taken_and_downloaded_if_there_is_none(
 ) -> None:
     monkeypatch.delenv("PYNGROK_NGROK_PATH", raising=False)
     monkeypatch.setattr("pyngrok.installer.get_ngrok_cdn_url", lambda *_: "http://127.0.0.1:9/ngrok.tgz")
-    settings = TunnelSettings("ngrok", auth_token=TOKEN, check_s=0.05)
+    settings = TunnelSettings("ngrok", auth_token=TOKEN)
     monkeypatch.setattr("pyngrok.conf.DEFAULT_NGROK_PATH", agents.install("ngrok", folder))
     async with tunnel(settings) as opened:
         assert str(opened.address).startswith("ws://127.0.0.1:")
@@ -223,7 +227,7 @@ async def test_pyngroks_own_agent_is_taken_and_downloaded_if_there_is_none(
 @pytest.mark.slow
 async def test_cloudflared_is_opened_and_opened_again(folder: Path) -> None:
     changes: asyncio.Queue[str | None] = asyncio.Queue()
-    settings = TunnelSettings("cloudflared", agent=agents.install("cloudflared", folder), check_s=0.05)
+    settings = TunnelSettings("cloudflared", agent=agents.install("cloudflared", folder))
     async with tunnel(settings, on_change=changes.put_nowait) as opened:
         assert opened.address == "wss://calm-green-otter.trycloudflare.com"
         for guardian in (False, True, False):
