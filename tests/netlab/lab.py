@@ -1,7 +1,7 @@
 """A small internet in network namespaces: public hosts, and sites of hosts behind a router with a NAT.
 
     pub, pub2 … ── wan ──┐
-                         core (routes, takes hops off each packet)
+                         core
     a ── router-a ── wan ┘
 
 Root, iproute2 and iptables are needed. Every namespace is called ``swarmlab-PID-NUMBER-HOST``; the programs in them
@@ -21,12 +21,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from subprocess import PIPE
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 PREFIX = "swarmlab"
 ROOT = Path(__file__).parent.parent.parent
-CORE_HOPS = 8
-"""Routers between two homes; the core stands for all of them."""
 _numbers = itertools.count(1)
 
 
@@ -50,32 +48,22 @@ def missing() -> str | None:
 
 @dataclass(frozen=True)
 class Nat:
-    """What a router does.
+    """What a router does; in any case it lets in answers only, and drops the rest.
 
     Attributes:
-        mapping: ``masquerade`` keeps the source port and lets in answers only; ``full cone`` lets in everything,
-            for its first host; ``random`` takes a new port for every connection.
-        unsolicited: whether a packet from outside that belongs to nothing is dropped or answered by RST.
+        random: whether it takes a new port for every connection, not the source port.
         only_https: whether all that goes out is dropped but TCP to port 443.
     """
 
-    mapping: Literal["masquerade", "full cone", "random"] = "masquerade"
-    unsolicited: Literal["drop", "rst"] = "drop"
+    random: bool = False
     only_https: bool = False
 
-    def rules(self, first_host: str) -> str:
-        fresh = "-m conntrack --ctstate NEW"
-        nat = ["-A POSTROUTING -o wan -j MASQUERADE" + " --random-fully" * (self.mapping == "random")]
-        filters = []
+    def rules(self) -> str:
+        nat = "-A POSTROUTING -o wan -j MASQUERADE" + " --random-fully" * self.random
+        filters = ["-A FORWARD -i wan -m conntrack --ctstate NEW -j DROP", "-A INPUT -i wan -j DROP"]
         if self.only_https:
             filters += ["-A FORWARD -i lan -p tcp --dport 443 -j ACCEPT", "-A FORWARD -i lan -j DROP"]
-        if self.mapping == "full cone":
-            nat += [f"-A PREROUTING -i wan -j DNAT --to-destination {first_host}"]
-        else:
-            filters += [f"-A FORWARD -i wan {fresh} -j DROP"]
-        if self.unsolicited == "drop":
-            filters += ["-A INPUT -i wan -j DROP"]  # otherwise the router's own kernel answers by RST
-        return "\n".join(["*nat", *nat, "COMMIT", "*filter", *filters, "COMMIT", ""])
+        return "\n".join(["*nat", nat, "COMMIT", "*filter", *filters, "COMMIT", ""])
 
 
 class Site:
@@ -117,22 +105,11 @@ class Program:
 
 
 class Lab:
-    """Use as a context manager.
+    """Hosts at sites behind NATs, and ``public`` ones with an address each. Use as a context manager."""
 
-    Args:
-        sites: hosts behind NATs; names are free but ``core``.
-        public: hosts with a public address each.
-        rtt_s: between any two public addresses, seconds. Above zero a program forwards the packets, which makes
-            about 40 MB/s; zero leaves it to the kernel.
-        loss: share of packets the core drops; needs ``rtt_s``.
-    """
-
-    def __init__(
-        self, *sites: Site, public: Sequence[str] = ("pub",), rtt_s: float = 0.0, loss: float = 0.0
-    ) -> None:
+    def __init__(self, *sites: Site, public: Sequence[str] = ("pub",)) -> None:
         self.prefix = f"{PREFIX}-{os.getpid()}-{next(_numbers)}-"
         self._programs: list[Program] = []
-        self._rtt_s, self._loss = rtt_s, loss
         self._sites = {f"router-{site.hosts[0]}": site for site in sites}
         self._wans = {name: f"203.0.113.{k}" for k, name in enumerate((*public, *self._sites), 10)}
         self._addresses = {name: self._wans[name] for name in public}
@@ -175,7 +152,12 @@ class Lab:
             _ip(f"netns add {self.prefix}{name}")
             self._configure(name, "link set lo up")
         self._forward("core")
-        self._join_wans()
+        for k, (name, address) in enumerate(self._wans.items()):
+            self._cable(name, "wan", "core", f"to{k}")
+            self._configure("core", f"addr add 192.0.2.1/32 dev to{k}", f"link set to{k} up")
+            self._configure("core", f"route add {address}/32 dev to{k}")
+            self._configure(name, f"addr add {address}/32 dev wan", "link set wan up")
+            self._configure(name, "route add default via 192.0.2.1 dev wan onlink")
         for k, (router, site) in enumerate(self._sites.items(), 1):
             self._configure(router, "link add lan type bridge", f"addr add 10.{k}.0.1/24 dev lan")
             self._configure(router, "link set lan up")
@@ -185,24 +167,7 @@ class Lab:
                 self._configure(router, f"link set port{n} master lan up")
                 self._configure(host, f"addr add {self._addresses[host]}/24 dev eth", "link set eth up")
                 self._configure(host, f"route add default via 10.{k}.0.1")
-            rules = site.nat.rules(self._addresses[site.hosts[0]])
-            _inside(self.prefix + router, "iptables-restore", feed=rules)
-
-    def _join_wans(self) -> None:
-        if self._rtt_s > 0:
-            links = {self.prefix + name: address for name, address in self._wans.items()}
-            figures = (self._rtt_s / 2, self._loss, CORE_HOPS)
-            core = self.python("core", "tests.netlab.core", json.dumps(links), *figures)
-            assert core.line() == {"ready": True}
-            return
-        for k, (name, address) in enumerate(self._wans.items()):
-            self._cable(name, "wan", "core", f"to{k}")
-            self._configure("core", f"addr add 192.0.2.1/32 dev to{k}", f"link set to{k} up")
-            self._configure("core", f"route add {address}/32 dev to{k}")
-            self._configure(name, f"addr add {address}/32 dev wan", "link set wan up")
-            self._configure(name, "route add default via 192.0.2.1 dev wan onlink")
-        hops = f"*mangle\n-A PREROUTING -j TTL --ttl-dec {CORE_HOPS - 1}\nCOMMIT\n"
-        _inside(self.prefix + "core", "iptables-restore", feed=hops)
+            _inside(self.prefix + router, "iptables-restore", feed=site.nat.rules())
 
     def _cable(self, here: str, name: str, there: str, far_name: str) -> None:
         ends = [f"name {name} netns {self.prefix}{here}", f"name {far_name} netns {self.prefix}{there}"]

@@ -9,8 +9,7 @@ import pytest
 from tests.netlab.hosts import LabPeer, create, join
 from tests.netlab.lab import Lab, Nat, Site
 
-NATS = (Nat(), Nat("full cone"), Nat(unsolicited="rst"), Nat("random"), Nat(), Nat(only_https=True))
-HOSTS = dict(zip("abcdef", NATS, strict=True))
+HOSTS = dict.fromkeys("abcd", Nat()) | {"e": Nat(random=True), "f": Nat(only_https=True)}
 CALL_S = 5.0
 LEAVE_S = 20.0
 

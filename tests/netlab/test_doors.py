@@ -14,7 +14,7 @@ DROP = ("INPUT", "-p", "udp", "-j", "DROP")
 @pytest.mark.slow
 @pytest.mark.ordeal
 def test_friends_behind_nats_train_with_nothing_but_the_four_cells() -> None:
-    with Lab(Site("alice", nat=Nat()), Site("bob", nat=Nat("random"))) as lab:
+    with Lab(Site("alice", nat=Nat()), Site("bob", nat=Nat(random=True))) as lab:
         outside = create(lab, "pub")
         friends = []
         for host in ("alice", "bob"):
@@ -27,7 +27,7 @@ def test_friends_behind_nats_train_with_nothing_but_the_four_cells() -> None:
 
 @pytest.mark.slow
 def test_a_peer_that_only_iroh_reaches_serves_friends_behind_nats_and_outlives_a_cut() -> None:
-    with Lab(Site("alice", nat=Nat()), Site("bob", nat=Nat("random"))) as lab:
+    with Lab(Site("alice", nat=Nat()), Site("bob", nat=Nat(random=True))) as lab:
         outside = create(lab, "pub", **BY_IROH)
         assert all(address.startswith("iroh://") for address in outside.contact[1])
         alice, bob = join(lab, outside.invite, "alice", "bob", listen=False)

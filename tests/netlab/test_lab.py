@@ -44,18 +44,15 @@ def dial(
 
 @pytest.mark.slow
 def test_each_router_does_what_its_nat_says() -> None:
-    one, two = Site("a"), Site("b", nat=Nat("full cone"))
-    sites = (one, two, Site("c1", "c2", nat=Nat("random", "rst")), Site("strict", nat=Nat(only_https=True)))
+    sites = Site("a"), Site("c1", "c2", nat=Nat(random=True)), Site("strict", nat=Nat(only_https=True))
     with Lab(*sites, public=("pub", "pub2")) as lab:
         pub = lab.address("pub")
-        for host, port in (("pub", 443), ("pub", 9000), ("a", 9000), ("b", 9000), ("c2", 9000)):
+        for host, port in (("pub", 443), ("pub", 9000), ("a", 9000), ("c2", 9000)):
             tell(lab, host, port)
         assert dial(lab, "a", pub, 9000) == [lab.outside("a"), 4444]
         seen = dial(lab, "c1", pub, 9000)
         assert isinstance(seen, list) and seen[0] == lab.outside("c1") and seen[1] != 4444
         assert dial(lab, "c1", lab.address("c2"), 9000) == [lab.address("c1"), 4444]
-        assert dial(lab, "pub2", lab.outside("b"), 9000) == [lab.address("pub2"), 4444]
-        assert dial(lab, "pub2", lab.outside("c2"), 9000) == "ConnectionRefusedError"
         assert dial(lab, "pub2", lab.outside("a"), 9000, patience_s=0.3) == "TimeoutError"
         assert dial(lab, "strict", pub, 443) == [lab.outside("strict"), 4444]
         assert dial(lab, "strict", pub, 9000, patience_s=0.3, source=4445) == "TimeoutError"
@@ -63,7 +60,7 @@ def test_each_router_does_what_its_nat_says() -> None:
 
 @pytest.mark.slow
 def test_nothing_of_a_lab_is_left() -> None:
-    with Lab(Site("a"), rtt_s=0.01) as lab:
+    with Lab(Site("a")) as lab:
         tell(lab, "pub", 9000)
         program = lab.run("a", ["sleep", "1000"])
     assert program.process.poll() is not None

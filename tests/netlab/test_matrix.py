@@ -1,30 +1,37 @@
-"""Every pair of places: how two peers there come to be linked, and that a tensor passes intact.
+"""Every pair of places: how two peers there come to be linked, and that a tensor passes intact."""
 
-``python -m tests.netlab.matrix`` tries each pair more often.
-"""
+from itertools import combinations_with_replacement
 
 import pytest
 
 from tests.netlab.hosts import create, join
-from tests.netlab.matrix import PAIRS, expected_way, lab_of, meet
+from tests.netlab.lab import Lab, Nat, Site
 
+WAY_TIMEOUT_S = 20.0
 TENSOR_BYTES = 16 << 20
 FIRST_LINK_S = 5.0
-# Two strict places, and two usual routers, stand for the others that only a relay joins.
-RELAYED = [pair for pair in PAIRS if expected_way(pair) == "relayed" and len({*pair, "public"}) > 2]
-TRIED = [
-    *(pair for pair in PAIRS if pair not in RELAYED),
-    *(pytest.param(pair, marks=pytest.mark.ordeal) for pair in RELAYED),
-]
+NATS = {"masquerade": Nat(), "random": Nat(random=True), "strict": Nat(only_https=True)}
+PAIRS = (*combinations_with_replacement(("public", *NATS), 2), ("neighbour", "neighbour"))
+
+
+def lab_of(pair: tuple[str, str]) -> Lab:
+    if "neighbour" in pair:
+        return Lab(Site("a", "b"))
+    places = dict(zip("ab", pair, strict=True))
+    sites = [Site(host, nat=NATS[place]) for host, place in places.items() if place in NATS]
+    return Lab(*sites, public=("pub", *(host for host, place in places.items() if place == "public")))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("pair", TRIED, ids="-".join)
+@pytest.mark.parametrize("pair", PAIRS, ids="-".join)
 def test_two_peers_are_linked_and_a_tensor_passes(pair: tuple[str, str]) -> None:
+    # Of a public peer and another one, the other one dials; neighbours have addresses of one network.
+    dials = "public" in pair and "strict" not in pair
+    expected = "direct" if dials or "neighbour" in pair else "relayed"
     with lab_of(pair) as lab:
         alice, bob = join(lab, create(lab, "pub").invite, "a", "b")
-        met = meet(alice, bob, expected_way(pair))
+        path = alice.ask("path", bob.contact, expected, WAY_TIMEOUT_S, timeout_s=WAY_TIMEOUT_S + 10)
         sent = alice.send(bob, TENSOR_BYTES)
         back = bob.send(alice, TENSOR_BYTES // 16)
-    assert met.linked_s < FIRST_LINK_S and sent["intact"] and back["intact"]
-    assert met.way == expected_way(pair)
+    assert path["path"].split()[0] == expected and path["linked_s"] < FIRST_LINK_S
+    assert sent["intact"] and back["intact"]
