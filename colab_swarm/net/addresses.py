@@ -5,7 +5,6 @@ import errno
 import ipaddress
 import logging
 import re
-import time
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from typing import Any, TypeAlias
@@ -20,7 +19,6 @@ from colab_swarm.net.peers import CIRCUIT, MAX_ADDRESSES, Contact, PeerId, remem
 
 MAX_BOOK_ENTRIES = 20_000
 _MAX_ADDRESS_CHARS = 256
-_BAD_REQUESTS_S = 60.0
 _ID = re.compile(r"[0-9a-f]{64}")
 _HOST = r"(\[[0-9a-fA-F:.]+\]|[A-Za-z0-9._-]+)(:\d{1,5})?"
 _ADDRESS = re.compile(f"wss?://{_HOST}")
@@ -201,12 +199,10 @@ class AddressBook:
 
 
 class VisitorLogger(logging.LoggerAdapter[logging.Logger]):
-    """For aiohttp's servers: a visitor's bad request is a DEBUG line, and their number one INFO line a minute."""
+    """For aiohttp's servers: a visitor's bad request is a DEBUG line, a fault of ours an ERROR."""
 
     def __init__(self) -> None:
         super().__init__(logging.getLogger("colab_swarm.http"), {})
-        self._bad_requests = 0
-        self._counted_since = time.monotonic()
 
     def debug(self, msg: object, *args: object, exc_info: Any = None, **options: Any) -> None:
         if exc_info is None:
@@ -215,17 +211,10 @@ class VisitorLogger(logging.LoggerAdapter[logging.Logger]):
             self.exception(msg, *args, exc_info=exc_info, **options)
 
     def exception(self, msg: object, *args: object, exc_info: Any = True, **options: Any) -> None:
-        if not isinstance(exc_info, HttpProcessingError | web.RequestPayloadError | ConnectionError):
+        if isinstance(exc_info, HttpProcessingError | web.RequestPayloadError | ConnectionError):
+            self.debug(f"{msg}: %s", *args, exc_info)
+        else:
             super().exception(msg, *args, exc_info=exc_info, **options)
-            return
-        self.debug(f"{msg}: %s", *args, exc_info)
-        self._bad_requests += 1
-        now = time.monotonic()
-        counted_s = now - self._counted_since
-        if counted_s >= _BAD_REQUESTS_S:
-            self.info("%d bad requests in the last %.0f s", self._bad_requests, counted_s)
-            self._bad_requests = 0
-            self._counted_since = now
 
 
 def source_of(request: web.BaseRequest) -> str:

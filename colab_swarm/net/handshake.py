@@ -154,6 +154,7 @@ class Introduction:
         return self._noise.write(msgspec.msgpack.encode(hello))
 
 
+@dataclass(eq=False)
 class HandshakeReceiver:
     """Receives for a connection until the handshake is complete, then hands over to the new `link`.
 
@@ -163,40 +164,35 @@ class HandshakeReceiver:
     that the handshake may begin, as a relay's does.
     """
 
-    def __init__(
-        self,
-        introduction: Introduction,
-        *,
-        wall_clock: Callable[[], float],
-        make_link: Callable[[WebSocket, Remote, float], Link],
-    ) -> None:
-        self._introduction = introduction
-        self._wall_clock = wall_clock
-        self._make_link = make_link
+    introduction: Introduction
+    wall_clock: Callable[[], float]
+    make_link: Callable[[WebSocket, Remote, float], Link]
+    held: bool = False
+    _carrier: WebSocket | None = None
+
+    def __post_init__(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._sent_at = self._loop.time()
-        self._carrier: WebSocket | None = None
-        self.held = False
         self.link: asyncio.Future[Link] = self._loop.create_future()
 
     def use(self, carrier: WebSocket) -> None:
         """Run the handshake over this carrier; the end that dialled sends first."""
         self._carrier = carrier
-        if self._introduction.dialled and not self.held:
-            self._send(self._introduction.start())
+        if self.introduction.dialled and not self.held:
+            self._send(self.introduction.start())
 
     def on_message(self, data: memoryview) -> None:
         if self.link.done() or self._carrier is None:
             return
         if self.held:
             self.held = False
-            self._send(self._introduction.start())
+            self._send(self.introduction.start())
             return
         rtt_s = self._loop.time() - self._sent_at
         try:
-            answer = self._introduction.on_message(bytes(data), wall_time=self._wall_clock())
-            if self._introduction.result is not None:
-                link = self._make_link(self._carrier, self._introduction.result, rtt_s)
+            answer = self.introduction.on_message(bytes(data), wall_time=self.wall_clock())
+            if self.introduction.result is not None:
+                link = self.make_link(self._carrier, self.introduction.result, rtt_s)
                 self._carrier.receiver = link
                 self.link.set_result(link)
             if answer is not None:

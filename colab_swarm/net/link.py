@@ -96,26 +96,23 @@ class Unread:
             self._loop.call_soon(self._bound)
 
     def _bound(self) -> None:
-        while stream := self._beyond():
-            text = f"{short(stream.peer)} sent {stream.held_bytes / 2**20:.1f} MiB that nobody takes"
-            stream.reset("too much is unread", "busy")
+        while True:
+            unread = [stream for stream in self._streams if stream.held_bytes and stream.unread()]
+            by_peer = Counter[PeerId]()
+            for stream in unread:
+                by_peer[stream.peer] += stream.held_bytes
+            peer, most_bytes = max(by_peer.items(), key=lambda held: held[1], default=(None, 0))
+            if most_bytes <= PEER_UNREAD_BYTES and by_peer.total() <= UNREAD_BYTES:
+                break
+            fullest = max(
+                (stream for stream in unread if stream.peer == peer), key=lambda stream: stream.held_bytes
+            )
+            text = f"{short(fullest.peer)} sent {fullest.held_bytes / 2**20:.1f} MiB that nobody takes"
+            fullest.reset("too much is unread", "busy")
             now = self._loop.time()
-            if self._named.fail(stream.peer, now) is not None:
+            if self._named.fail(fullest.peer, now) is not None:
                 self._events.emit(Notice(now, f"{text}: its stream was reset"))
-
-    def _beyond(self) -> Stream | None:
-        """Return the stream to reset; None if all are within the bounds."""
-        holding = [stream for stream in self._streams if stream.held_bytes]
-        self._streams = WeakKeyDictionary(dict.fromkeys(holding))
-        unread = [stream for stream in holding if stream.unread()]
-        by_peer = Counter[PeerId]()
-        for stream in unread:
-            by_peer[stream.peer] += stream.held_bytes
-        beyond = [peer for peer, held_bytes in by_peer.items() if held_bytes > PEER_UNREAD_BYTES]
-        if by_peer.total() > UNREAD_BYTES:
-            beyond = [peer for peer, _ in by_peer.most_common(1)]
-        streams = [stream for stream in unread if stream.peer in beyond]
-        return max(streams, key=lambda stream: stream.held_bytes, default=None)
+        self._streams = WeakKeyDictionary({stream: None for stream in self._streams if stream.held_bytes})
 
 
 class Link:

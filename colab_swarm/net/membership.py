@@ -13,6 +13,7 @@ tolerance of `SLACK_S`.
 import os
 import re
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from typing import Annotated, Self, TypeAlias
 
@@ -168,17 +169,23 @@ class Revocations(Signed, frozen=True):
         return revocations.signed(sign)
 
 
+@dataclass(eq=False)
 class MembershipAdmission:
-    """Admits members; at the authority, and only there, all others are guests, for a minute."""
+    """Admits members; at the authority, and only there, all others are guests, for a minute.
 
-    def __init__(self, run_id: str, *, authority: bytes, own: bytes) -> None:
-        self.run_id = run_id
-        self.authority = authority
-        self.own = own
-        # This peer's own membership: set it whenever the peer gets a new one.
-        self.membership = b""
-        # The newest revocations: `learn` replaces them.
-        self.revoked = Revocations(run_id)
+    Attributes:
+        authority, own: the public keys of the authority and of this peer.
+        membership: this peer's own; set it whenever the peer gets a new one.
+        revoked: the newest revocations; `learn` replaces them.
+    """
+
+    run_id: str
+    authority: bytes
+    own: bytes
+    membership: bytes = field(default=b"", repr=False)
+
+    def __post_init__(self) -> None:
+        self.revoked = Revocations(self.run_id)
         self._revoked_ids: frozenset[bytes] = frozenset()
         # The times of the first and the last visit, by public key.
         self._guests: dict[bytes, tuple[float, float]] = {}

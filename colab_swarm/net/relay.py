@@ -124,7 +124,6 @@ class Circuit:
     ends: tuple[PeerId, PeerId]
     opened_at: float
     used_at: float
-    traffic: Traffic
     tokens: dict[bytes, int] = field(default_factory=dict)
     pumps: "dict[int, _Pump]" = field(default_factory=dict)
 
@@ -138,8 +137,10 @@ class RelayState:
         self.places: dict[PeerId, float] = {}
         self.circuits: set[Circuit] = set()
         self.carried_bytes = 0
-        # Every circuit takes from it.
-        self._buckets = [] if quota.total_bps is None else [TokenBucket(quota.total_bps, now)]
+        # That of all circuits.
+        self.traffic = Traffic()
+        if quota.total_bps is not None:
+            self.traffic = Traffic(buckets=[TokenBucket(quota.total_bps, now)])
 
     def reserve(self, peer: PeerId, now: float) -> None:
         full = peer not in self.places and len(self.places) >= PLACES
@@ -153,8 +154,7 @@ class RelayState:
             text = f"{CIRCUITS_PER_PEER} circuits of {short(peer)} are open here"
             require(count < CIRCUITS_PER_PEER, text, Refusal)
         require(not self.spent, f"this relay has carried {self.spent}", Refusal)
-        traffic = Traffic((), self._buckets)
-        circuit = Circuit((caller, called), opened_at=now, used_at=now, traffic=traffic)
+        circuit = Circuit((caller, called), opened_at=now, used_at=now)
         circuit.tokens = {random(_TOKEN_BYTES): 0, random(_TOKEN_BYTES): 1}
         self.circuits.add(circuit)
         return circuit
@@ -178,10 +178,10 @@ class RelayState:
         """Count bytes; return the seconds until more may come, and why the circuit must end, or None."""
         circuit.used_at = now
         self.carried_bytes += size
-        circuit.traffic.count(size, now)
+        self.traffic.count(size, now)
         if self.spent:
             return 0.0, f"the relay has carried {self.spent}"
-        return circuit.traffic.delay(now), None
+        return self.traffic.delay(now), None
 
     def overdue(self, now: float) -> dict[Circuit, str]:
         """Return the circuits that must end now, with the reason."""

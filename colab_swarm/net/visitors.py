@@ -57,10 +57,6 @@ class ConnectionRoom:
             # drops zeros
             self._busy += Counter()
 
-    def abort_all(self) -> None:
-        for connection in self.open:
-            connection.transport.abort()
-
     def _stays(self, connection: Any, began_at: float, now: float) -> bool:
         if connection.transport is None:
             return now - began_at < _CONNECT_S

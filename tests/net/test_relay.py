@@ -229,7 +229,7 @@ async def test_many_messages_of_one_read_wait_for_the_quota_together() -> None:
         circuit = relay.state.open(ALICE, BOB, loop.time(), os.urandom)
         near, far = (_Pump(relay, circuit, Socket()) for _ in range(2))  # type: ignore[arg-type]
         near.other, far.other = far, near
-        while circuit.traffic.delay(loop.time()) < 1.0:
+        while relay.state.traffic.delay(loop.time()) < 1.0:
             near.on_message(memoryview(bytes(100)))
         await asyncio.sleep(0.1)
         assert not near.socket.reading  # type: ignore[attr-defined]

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from colab_swarm.errors import CallRefused, PeerError, PeerTimeout, ProtocolError
+from colab_swarm.errors import CallRefused, PeerTimeout, ProtocolError
 from colab_swarm.net import speed
 from colab_swarm.net.peers import UNDECODABLE, Stream
 from colab_swarm.net.speed import MeasureSpeed, SpeedTests, TransferReport, measure
@@ -76,18 +76,6 @@ async def test_a_peer_without_the_service_refuses_and_a_silent_one_times_out() -
     carol.serve_stream(MeasureSpeed, silent)
     with pytest.raises(PeerTimeout, match="did not end in 2 s"):
         await measure(alice, carol.id, timeout_s=2)
-
-
-@pytest.mark.virtual_time
-async def test_a_peer_killed_during_the_test_is_lost_and_the_next_test_works() -> None:
-    network, alice, bob = pair()
-    network.at(0.5).crash("alice")
-    with pytest.raises(PeerError):
-        await measure(alice, bob.id)
-    assert network.fired
-    carol = network.peer("carol")
-    network.introduce()
-    await measure(carol, bob.id, size_bytes=1000)
 
 
 @pytest.mark.virtual_time
