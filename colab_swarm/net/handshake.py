@@ -39,7 +39,7 @@ from colab_swarm.net.membership import MAX_MEMBERSHIP_BYTES
 from colab_swarm.net.noise import Handshake
 from colab_swarm.net.peers import MAX_ADDRESSES, Contact, Message, PeerId, Role, decoded, end_tasks, short
 from colab_swarm.net.visitors import ConnectionRoom
-from colab_swarm.net.websocket import FirstMessage, WebSocket, accept
+from colab_swarm.net.websocket import WebSocket, accept
 
 VERSION = 1  # a peer, and a bucket, of another one is refused in words
 # Dialling an address, handshake included.
@@ -161,13 +161,15 @@ class HandshakeReceiver:
     The link is made in `on_message`, since the same buffer may hold a message for it. ``make_link``
     gets the carrier, the result and the round trip (seconds), and sends nothing yet; if it raises a
     `PeerError`, the other end receives no further message. ``held``: the first message only says
-    that the handshake may begin, as a relay's does.
+    that the handshake may begin, as a relay's does. ``on_ticket`` takes a connection whose message
+    begins with `TICKET`.
     """
 
     introduction: Introduction
     wall_clock: Callable[[], float]
     make_link: Callable[[WebSocket, Remote, float], Link]
     held: bool = False
+    on_ticket: Callable[[bytes, WebSocket], None] | None = None
     _carrier: WebSocket | None = None
 
     def __post_init__(self) -> None:
@@ -183,6 +185,10 @@ class HandshakeReceiver:
 
     def on_message(self, data: memoryview) -> None:
         if self.link.done() or self._carrier is None:
+            return
+        if self.on_ticket is not None and data[: len(TICKET)] == TICKET:
+            self.on_ticket(bytes(data), self._carrier)
+            fail(self.link, PeerLost("this connection is half of a circuit"))
             return
         if self.held:
             self.held = False
@@ -301,7 +307,7 @@ class Listener:
         """Return True until a connection with a transport is a link."""
         protocol = connection.transport.get_protocol()
         receiver = getattr(protocol, "receiver", None)
-        return protocol is connection or isinstance(receiver, FirstMessage | HandshakeReceiver)
+        return protocol is connection or isinstance(receiver, HandshakeReceiver)
 
     def _abort(self, connection: Any) -> None:
         """Abort a connection that sent no full request in time."""
@@ -318,25 +324,19 @@ class Listener:
             receiver = self._receive(request)
         except PeerError as error:
             return web.Response(status=503, reason=str(error))
+        receiver.on_ticket = self.on_ticket
         try:
-            async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
-                websocket, first = await accept(request, scratch=self._scratch, receiver=receiver)
-        except (PeerError, TimeoutError):
+            websocket = accept(request, scratch=self._scratch, receiver=receiver)
+        except PeerLost:
             raise web.HTTPBadRequest(text=_NO_BROWSER) from None
-        if self.on_ticket is not None and first.startswith(TICKET):
-            # Do not wait before this: the receiver must not get the next message.
-            self.on_ticket(first, websocket)
-        else:
-            await self._shake_hands(receiver, websocket, first)
-        await websocket.wait_closed()
-        # nobody gets it
-        return web.Response()
-
-    async def _shake_hands(self, receiver: HandshakeReceiver, websocket: WebSocket, first: bytes) -> None:
         receiver.use(websocket)
-        receiver.on_message(memoryview(first))
         try:
             async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
                 await receiver.link
         except (PeerError, TimeoutError) as error:
-            websocket.close(str(error) or "the handshake stalled")
+            # Half of a circuit has another receiver now.
+            if websocket.receiver is receiver:
+                websocket.close(str(error) or "the handshake stalled")
+        await websocket.wait_closed()
+        # nobody gets it
+        return web.Response()

@@ -137,6 +137,8 @@ class WebSocket(asyncio.BufferedProtocol):
         self._transport = transport
         self._scratch = scratch
         self._client = client
+        # Whether the other end, which dialled, has sent no message yet.
+        self._awaits_first = not client
         # The beginning of a frame whose other bytes have not arrived.
         self._partial = b""
         self._fragments = bytearray()
@@ -237,8 +239,10 @@ class WebSocket(asyncio.BufferedProtocol):
         elif head.opcode == _TEXT or (head.opcode == 0) != self._fragmented:
             raise ProtocolError(f"unexpected WebSocket frame with opcode {head.opcode}")
         elif head.final and not self._fragmented:
+            self._awaits_first = False
             self.receiver.on_message(body)
         else:
+            self._awaits_first = False
             self._fragments += body
             self._fragmented = not head.final
             fits = len(self._fragments) <= MAX_MESSAGE_BYTES
@@ -250,7 +254,7 @@ class WebSocket(asyncio.BufferedProtocol):
 
     def _on_control(self, opcode: int, body: memoryview) -> None:
         # each answer to a stranger's ping would wait to be sent
-        if opcode != _CLOSE and isinstance(self.receiver, FirstMessage):
+        if opcode != _CLOSE and self._awaits_first:
             raise ProtocolError(f"a control frame with opcode {opcode} before the first message")
         if opcode == _PING and self.backlog_bytes <= HIGH_WATER_BYTES:
             self._control(_PONG, bytes(body))
@@ -309,48 +313,21 @@ async def dial(
     return websocket
 
 
-class FirstMessage:
-    """Receives the one message that a client sends before the server's; another frame before or after it is a fault."""
-
-    def __init__(self) -> None:
-        self.message: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
-
-    def on_message(self, data: memoryview) -> None:
-        require(not self.message.done(), "two messages before the server's first", ProtocolError)
-        self.message.set_result(bytes(data))
-
-    def on_writable(self, writable: bool) -> None:
-        """Do nothing: the server sends nothing yet."""
-
-    def on_lost(self, reason: str) -> None:
-        if not self.message.done():
-            self.message.set_exception(PeerLost(f"the client left before its first message: {reason}"))
-
-
-async def accept(
-    request: web.BaseRequest, *, scratch: memoryview, receiver: Receiver
-) -> tuple[WebSocket, bytes]:
-    """Upgrade an HTTP request; return the WebSocket and the client's first message.
+def accept(request: web.BaseRequest, *, scratch: memoryview, receiver: Receiver) -> WebSocket:
+    """Upgrade an HTTP request; the client sends the first message.
 
     What came with the request is dropped: a client waits for the answer (RFC 6455, section 4.1). Raises `PeerLost`
-    if this is no handshake of a WebSocket, or the client left or sent something else than a message.
+    if this is no handshake of a WebSocket.
     """
     key = request.headers.get("Sec-WebSocket-Key", "")
     is_handshake = request.method == "GET" and request.headers.get("Sec-WebSocket-Version") == "13" and key
     transport = request.transport
     if not is_handshake or not isinstance(transport, asyncio.Transport):
         raise PeerLost("the client opens no WebSocket")
-    first = FirstMessage()
     # Before the answer: aiohttp would queue all frames that a stranger sends.
-    websocket = WebSocket(transport, scratch=scratch, client=False, receiver=first)
+    websocket = WebSocket(transport, scratch=scratch, client=False, receiver=receiver)
     transport.write(_SWITCH.format(_accept_key(key)).encode())
-    try:
-        message = await first.message
-    except BaseException:
-        websocket.abort()
-        raise
-    websocket.receiver = receiver
-    return websocket, message
+    return websocket
 
 
 def _accept_key(key: str) -> str:
