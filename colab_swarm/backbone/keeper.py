@@ -27,15 +27,14 @@ from colab_swarm.backbone.config import CollaborationFile, Forward
 from colab_swarm.dht.service import BackgroundTasks
 from colab_swarm.errors import PeerError, StateError, require
 from colab_swarm.events import Fault
-from colab_swarm.files import StepFiles
+from colab_swarm.files import StepFiles, write_file
 from colab_swarm.net.peers import PeerId, end_tasks
 from colab_swarm.runtime import loop_now
 from colab_swarm.snapshot import Checkpoint, KeptModel
 from colab_swarm.tensors.chunks import Snapshot
-from colab_swarm.tensors.statedict import read_tensors, write_tensors
 from colab_swarm.training.records import ProgressRecord, progress_key
 from colab_swarm.training.settings import PeerServices
-from colab_swarm.training.state import download_state, snapshot_of, tensors_of
+from colab_swarm.training.state import check_snapshot, download_state, read_snapshot
 from colab_swarm.training.view import WATCHING, Branch, SwarmView
 
 logger = logging.getLogger(__name__)
@@ -199,15 +198,16 @@ class Vault(StepFiles):
 
     def save(self, snapshot: Snapshot) -> Path:
         """Write a snapshot, or nothing; raises StateError if it is unsound, or the disk is full."""
+        check_snapshot(snapshot)
         path = self.file_of(snapshot.manifest.step)
-        write_tensors(path, *tensors_of(snapshot))
+        write_file(path, [snapshot.blob.data], sync=True)
         self.prune(path)
         self.checkpoints = self._on_disk()
         return path
 
     def latest(self) -> Snapshot | None:
         """Return the newest readable checkpoint, or None; warns of the others."""
-        return self.newest(lambda path: snapshot_of(*read_tensors(path)))
+        return self.newest(read_snapshot)
 
 
 class HubPush:

@@ -307,7 +307,7 @@ class Journal:
         head, blob = self.statements.opened(place, data, StateHead)
         manifest = Manifest.decode(head.manifest)
         values = np.frombuffer(blob, np.uint8).copy()
-        state = Snapshot.of(manifest.subject, manifest.step, manifest.layout, values)
+        state = Snapshot.of(manifest.subject, manifest.step, values)
         chain = head.chain
         fits = state.head == head.manifest and manifest.step == chain.round
         require(fits, "its state is another", ProtocolError)

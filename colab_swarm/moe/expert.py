@@ -39,6 +39,7 @@ ANY_LENGTH = -1
 USABLE = 0.8  # share of the free memory to use: fragmentation and other programs take the rest
 UNKNOWN_FREE_BYTES = 2 << 30
 MEASURED_SAMPLES = 2  # batch statistics of a single sample are an error
+_MOST_HEAD_BYTES = 1 << 20  # of a save
 MOST = 256  # experts per host: with more, their calls would queue
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -325,7 +326,7 @@ def measure(expert: Expert) -> ExpertModel:
         each=each,
         gradients=sum(parameter.nbytes for parameter in module.parameters() if parameter.requires_grad),
         sample=(sum(activations.values()) + 4 * 4 * math.prod(shape)) // MEASURED_SAMPLES,
-        state_bytes=each + 64 * len(tensors),
+        state_bytes=each + _MOST_HEAD_BYTES,
         state=unflatten(without_memory, skeleton),
     )
 

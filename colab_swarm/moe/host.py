@@ -30,7 +30,8 @@ from colab_swarm.moe.layer import MixtureOfExperts, RemoteExpert
 from colab_swarm.moe.saves import ExpertSaves, ReplicaStore, SavePlace
 from colab_swarm.net.peers import PeerId, short
 from colab_swarm.runtime import Runner, loop_now
-from colab_swarm.tensors.chunks import Snapshot, pack, unpack
+from colab_swarm.tensors.chunks import Snapshot
+from colab_swarm.tensors.statedict import pack, unpack
 
 logger = logging.getLogger(__name__)
 FAREWELL_S = 60.0  # to send the last saves to other peers when a host stops
@@ -190,7 +191,7 @@ class ExpertHost(AbstractContextManager["ExpertHost"]):
         for owner, place in claims:
             try:
                 saved = await self._saves.fetch(uid, place, limit_bytes=self.plan.model.state_bytes)
-                state = await asyncio.to_thread(unpack, saved.manifest.layout, saved.blob)
+                state = await asyncio.to_thread(unpack, saved.blob)
                 check_fit(state, self.plan.model.state)
                 require(state.get("step") == place.step, "the state is not of the claimed step", StateError)
                 expert = await self._server.run(device, partial(self._build, uid, device, state))
@@ -242,8 +243,8 @@ class ExpertHost(AbstractContextManager["ExpertHost"]):
         copies = self.plan.copies
         if not expert.step or not self._saves.due(uid, expert.step, others or set(), copies):
             return  # before its first step an expert equals a new one
-        step, packed = await self._server.run(expert.device, lambda: (expert.step, pack(expert.state_dict())))
-        saved = await asyncio.to_thread(Snapshot.of, uid.encode(), step, *packed)
+        step, blob = await self._server.run(expert.device, lambda: (expert.step, pack(expert.state_dict())))
+        saved = await asyncio.to_thread(Snapshot.of, uid.encode(), step, blob)
         if others is None:
             fault = await self._saves.write(saved)
         else:

@@ -1,7 +1,7 @@
 """A state as hashed chunks, fetched from several donors at once. Does not import torch.
 
-Format. The tensors of a state lie in one blob, each at a multiple of 64 bytes, as a `Layout` says.
-A `Manifest` has the BLAKE3 hash of each chunk of it; its own is the *root*, which names the state.
+Format. The state is the bytes of a safetensors file (`tensors.statedict`), its *blob*. A `Manifest`
+has the BLAKE3 hash of each chunk of it; its own is the *root*, which names the state.
 
 Fetching. One worker per donor takes chunks from a common queue, and asks for twice as many after
 each quick answer. A chunk is accepted by its hash and length only: a donor that lies, stalls or
@@ -11,22 +11,20 @@ request, a donor has `SILENCE_S` for those in flight.
 
 import asyncio
 import logging
-import math
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Annotated, Any, TypeAlias
+from typing import Annotated
 
 import msgspec
 import numpy as np
 from blake3 import blake3
-from numpy.typing import NDArray
 
 from colab_swarm.errors import PeerError, StateError, require
 from colab_swarm.net.node import Node
 from colab_swarm.net.patience import allowance_s
 from colab_swarm.net.peers import MAX_PAYLOAD_BYTES, Buffer, Message, PeerId, Refusal, Stream, decoded, short
-from colab_swarm.tensors.statedict import KINDS, TensorBytes, as_bytes, as_tensors, flatten, unflatten
+from colab_swarm.tensors.statedict import Blob
 
 logger = logging.getLogger(__name__)
 
@@ -35,81 +33,12 @@ MAX_CHUNKS = 4096
 MAX_STATE_BYTES = MAX_CHUNKS * MAX_PAYLOAD_BYTES
 MAX_STEP = 1 << 48
 DIGEST_BYTES = 32
-ALIGNMENT_BYTES = 64
-MAX_DIMENSIONS = 64  # of a tensor, as in numpy
 REQUEST_CHUNKS = 8
 CHUNK_TIMEOUT_S = 30.0  # for the chunks of one request to a donor, and for the first contact with it
 SILENCE_S = 5.0  # for a donor, once another one has answered, or has nothing left to send
 QUICK_S = CHUNK_TIMEOUT_S / 8  # after a request that took less, the next one has twice as many chunks
 
-Blob: TypeAlias = NDArray[np.uint8]
 Digest = Annotated[bytes, msgspec.Meta(min_length=DIGEST_BYTES, max_length=DIGEST_BYTES)]
-# A tensor's name, type as torch calls it, and shape; the tensors before it give its offset.
-TensorEntry: TypeAlias = tuple[str, str, Annotated[tuple[int, ...], msgspec.Meta(max_length=MAX_DIMENSIONS)]]
-_BFLOAT16_EXPONENT = 0x7F80
-
-
-class Layout(msgspec.Struct, frozen=True, array_like=True):
-    """The plain part of a state (`tensors.statedict`), and its tensors in the order of the blob."""
-
-    skeleton: bytes
-    tensors: tuple[TensorEntry, ...]
-
-
-def blob_of(tensors: Mapping[str, TensorBytes], skeleton: bytes) -> tuple[bytes, Blob]:
-    """Return the encoded `Layout` of a state, and a copy of its tensors as one blob."""
-    entries = tuple((name, tensor.kind, tensor.shape) for name, tensor in tensors.items())
-    blob = np.zeros(sum(_room(tensor.data.nbytes) for tensor in tensors.values()), np.uint8)
-    for span, tensor in zip(_spans(entries, blob.nbytes), tensors.values(), strict=True):
-        blob[span] = np.asarray(tensor.data)  # numpy releases the GIL meanwhile
-    return msgspec.msgpack.encode(Layout(skeleton, entries)), blob
-
-
-def tensors_in(layout: bytes, blob: Blob) -> tuple[dict[str, TensorBytes], bytes]:
-    """Return a stranger's tensors, as views of the blob, and its unchecked skeleton.
-
-    Raises StateError if the blob is not of this layout, or holds values that are not finite.
-    """
-    made = decoded(layout, Layout, "the layout of the state cannot be read", StateError)
-    tensors: dict[str, TensorBytes] = {}
-    for (name, kind, shape), span in zip(made.tensors, _spans(made.tensors, blob.nbytes), strict=True):
-        tensors[name] = TensorBytes(kind, shape, memoryview(blob.data)[span])
-        finite = True
-        if kind == "bfloat16":
-            finite = ((blob[span].view(np.uint16) & _BFLOAT16_EXPONENT) != _BFLOAT16_EXPONENT).all()
-        elif kind.startswith("float"):
-            finite = np.isfinite(blob[span].view(kind)).all()
-        require(finite, f"the state holds NaN or infinite values in {name[:80]!r}", StateError)
-    require(len(tensors) == len(made.tensors), "the layout of the state names a tensor twice", StateError)
-    return tensors, made.skeleton
-
-
-def pack(state: Any) -> tuple[bytes, Blob]:
-    """Copy a state into one blob; return its encoded `Layout` and it. Raises as `flatten` does."""
-    tensors, skeleton = flatten(state)
-    return blob_of(as_bytes(tensors), skeleton)
-
-
-def unpack(layout: bytes, blob: Blob) -> Any:
-    """Return a stranger's state, which shares the blob's memory; raises StateError like `tensors_in`."""
-    tensors, skeleton = tensors_in(layout, blob)
-    return unflatten(as_tensors(tensors), skeleton)
-
-
-def _room(size_bytes: int) -> int:
-    return -(-size_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-
-
-def _spans(entries: Sequence[TensorEntry], size_bytes: int) -> Iterator[slice]:
-    at = 0
-    for _, kind, shape in entries:
-        if kind not in KINDS or any(side < 0 for side in shape):
-            raise StateError(f"the state has a tensor of unknown kind {kind[:80]!r}")
-        tensor_bytes = math.prod(shape) * KINDS[kind][1]
-        require(tensor_bytes <= size_bytes - at, "the state is shorter than its layout says", StateError)
-        yield slice(at, at + tensor_bytes)
-        at += _room(tensor_bytes)
-    require(at == size_bytes, "the state is longer than its layout says", StateError)
 
 
 def digest_of(data: Buffer) -> bytes:
@@ -121,7 +50,6 @@ class Manifest(Message, frozen=True):
 
     subject: Annotated[bytes, msgspec.Meta(max_length=256)]
     step: Annotated[int, msgspec.Meta(ge=0, lt=MAX_STEP)]  # optimizer steps in it
-    layout: bytes  # an encoded `Layout`
     size_bytes: Annotated[int, msgspec.Meta(ge=0, le=MAX_STATE_BYTES)]  # of the blob
     digests: bytes  # of each chunk, joined
 
@@ -170,17 +98,14 @@ class Snapshot:
     donors: tuple[PeerId, ...] = ()
 
     @classmethod
-    def of(cls, subject: bytes, step: int, layout: bytes, blob: Blob) -> "Snapshot":
+    def of(cls, subject: bytes, step: int, blob: Blob) -> "Snapshot":
         """Hash a packed state (some GB/s: not on the event loop); raises StateError if it is too large."""
         text = f"a state of {blob.nbytes:,} bytes is over the {MAX_STATE_BYTES:,} that peers share"
         require(blob.nbytes <= MAX_STATE_BYTES, text, StateError)
         view = memoryview(blob.data)
         size_bytes = chunk_bytes(blob.nbytes)
         digests = (digest_of(view[at : at + size_bytes]) for at in range(0, blob.nbytes, size_bytes))
-        snapshot = cls(Manifest(subject, step, layout, blob.nbytes, b"".join(digests)), blob)
-        text = f"a state has too many parts: their names take {len(layout):,} bytes"
-        require(len(snapshot.head) <= MAX_PAYLOAD_BYTES, text, StateError)
-        return snapshot
+        return cls(Manifest(subject, step, blob.nbytes, b"".join(digests)), blob)
 
     @cached_property
     def head(self) -> bytes:
@@ -243,20 +168,26 @@ def silence_s(peers: Node, donors: Iterable[PeerId]) -> float:
 
 
 class ChunkDownload:
-    """The chunks of one manifest, from any number of donors; it survives the loss of all of them.
+    """The first ``chunks`` of one manifest, or all, from any number of donors; it survives the loss of all of them.
 
     ``request(digests)`` makes the message that opens a stream of chunks. `run` fills ``blob``;
     ``used`` are the donors that sent chunks.
     """
 
     def __init__(
-        self, peers: Node, manifest: Manifest, request: Callable[[tuple[bytes, ...]], FetchChunks]
+        self,
+        peers: Node,
+        manifest: Manifest,
+        request: Callable[[tuple[bytes, ...]], FetchChunks],
+        *,
+        chunks: int = MAX_CHUNKS,
     ) -> None:
+        self._count = min(chunks, manifest.chunks)
         self._peers = peers
         self._manifest = manifest
         self._request = request
-        self._queue = list(reversed(range(manifest.chunks)))
-        self.blob: Blob = np.empty(manifest.size_bytes, np.uint8)
+        self._queue = list(reversed(range(self._count)))
+        self.blob: Blob = np.empty(sum(map(manifest.length, self._queue)), np.uint8)
         self.used: set[PeerId] = set()
 
     def fill(self, read: Callable[[bytes], bytes | None]) -> None:
@@ -278,7 +209,7 @@ class ChunkDownload:
         left = [*donors]
         while self._queue and left:  # the remaining donors send the chunks of a lost one
             left = await self._fetch_from(left, timeout_s)
-        missing = f"{len(self._queue)} of {self._manifest.chunks} chunks did not arrive"
+        missing = f"{len(self._queue)} of {self._count} chunks did not arrive"
         require(not self._queue, missing, StateError)
 
     async def _fetch_from(self, donors: list[PeerId], timeout_s: float) -> list[PeerId]:

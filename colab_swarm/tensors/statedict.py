@@ -1,4 +1,4 @@
-"""Training state as named tensors with a plain skeleton, and files that hold both. Never pickle.
+"""Training state as named tensors with a plain skeleton, in one safetensors file. Never pickle.
 
 `flatten` accepts any state of optimizers, schedulers or users: None, bool, int, float, str, bytes,
 tensors, and lists, tuples and dicts of these. Tensors go into a dictionary. The rest is the
@@ -7,49 +7,45 @@ exactly one entry, which stand for what JSON cannot express:
 
     {"tensor": name}   {"bytes": base64}   {"tuple": [item, …]}   {"dict": [[key, value], …]}
 
-Both may come from a stranger: `unflatten` checks all of it. A file is in the safetensors format;
-its metadata hold the skeleton and a SHA-256 over all. A relay keeps checkpoints without torch.
+A file's metadata are a BLAKE3 hash of all its other bytes, and the skeleton. Late joiners get the
+bytes of a checkpoint (`colab_swarm.tensors.chunks`). They may come from a stranger: `tensors_of` and
+`unflatten` check all of them. A relay keeps checkpoints without torch.
 """
 
 import base64
-import hashlib
 import json
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
+from blake3 import blake3
+from numpy.typing import NDArray
 
 from colab_swarm.errors import StateError, require
-from colab_swarm.files import write_file
+from colab_swarm.tensors.tensor_file import (
+    KIND_NAMES,
+    KINDS,
+    METADATA,
+    Description,
+    head_of,
+    read_head,
+)
 
 if TYPE_CHECKING:
     import torch
 
+Blob: TypeAlias = NDArray[np.uint8]  # the bytes of a file
 
 MAX_DEPTH = 32
 MAX_NODES = 1_000_000
-MAX_SKELETON_BYTES = 64 << 20
-MAX_HEAD_BYTES = 256 << 20
 VERSION = "1"
 PLAIN = str | int | float | bytes | None  # types of the keys of a dictionary
-# allowed types of values, as torch names them: the name in a file, and the size in bytes
-KINDS = {
-    "bool": ("BOOL", 1),
-    "uint8": ("U8", 1),
-    "int8": ("I8", 1),
-    "int16": ("I16", 2),
-    "int32": ("I32", 4),
-    "int64": ("I64", 8),
-    "float16": ("F16", 2),
-    "bfloat16": ("BF16", 2),
-    "float32": ("F32", 4),
-    "float64": ("F64", 8),
-    "complex64": ("C64", 8),
-}
-_TORCH_NAMES = {name: kind for kind, (name, _) in KINDS.items()}
+_FIRST = b'{"__metadata__":{"blake3":"'  # of each head, so the hash has one place
+_CHECKSUM = slice(8 + len(_FIRST), 8 + len(_FIRST) + 64)
+_BFLOAT16_EXPONENT = 0x7F80
 
 
 def flatten(state: Any) -> "tuple[dict[str, torch.Tensor], bytes]":
@@ -71,13 +67,11 @@ def copied(state: Any) -> Any:
     return unflatten({name: tensor.clone() for name, tensor in tensors.items()}, skeleton)
 
 
-def unflatten(tensors: "Mapping[str, torch.Tensor]", skeleton: bytes) -> Any:
-    """Return the state that `flatten` split; tensors are not copied.
+def unflatten(tensors: Mapping[str, Any], skeleton: bytes) -> Any:
+    """Return the state that `flatten` split, with these tensors, torch's or others.
 
-    Raises StateError if the skeleton is too large or invalid, or names other tensors.
+    Raises StateError if the skeleton is invalid, or names other tensors.
     """
-    text = f"state skeleton has {len(skeleton)} bytes; {MAX_SKELETON_BYTES} are allowed"
-    require(len(skeleton) <= MAX_SKELETON_BYTES, text, StateError)
     walk = _Walk(dict(tensors))
     try:
         state = walk.join(json.loads(skeleton.decode()), 0)  # bytes could be UTF-16, too
@@ -89,17 +83,17 @@ def unflatten(tensors: "Mapping[str, torch.Tensor]", skeleton: bytes) -> Any:
     return state
 
 
+@dataclass
 class _Walk:
-    def __init__(self, tensors: "dict[str, torch.Tensor]") -> None:
-        self.tensors = tensors
-        self.used = set[str]()
-        self._names: dict[Any, str] = {}
-        self._parts = 0
+    tensors: dict[str, Any]
+    used: set[str] = field(default_factory=set)
+    names: dict[Any, str] = field(default_factory=dict)  # by place in memory
+    parts: int = 0
 
     def _count(self, depth: int) -> None:
-        self._parts += 1
+        self.parts += 1
         text = f"state is too deep or too large: {MAX_DEPTH} levels, {MAX_NODES} parts"
-        require(depth <= MAX_DEPTH and self._parts <= MAX_NODES, text)
+        require(depth <= MAX_DEPTH and self.parts <= MAX_NODES, text)
 
     def split(self, state: Any, path: str, depth: int) -> Any:
         import torch
@@ -116,15 +110,15 @@ class _Walk:
                 items = [self.split(item, f"{path}/{i}", depth + 1) for i, item in enumerate(state)]
                 return items if isinstance(state, list) else {"tuple": items}
             case Mapping():
-                return {"dict": [self._pair(key, value, path, depth + 1) for key, value in state.items()]}
+                pairs = []
+                for key, value in state.items():
+                    problem = f"a key at {path!r} is a {type(key).__name__}, not a plain value"
+                    require(isinstance(key, PLAIN), problem, TypeError)
+                    step = key if isinstance(key, str) else repr(key)
+                    below = f"{path}/{step}" if path else step
+                    pairs.append([self.split(key, path, depth + 1), self.split(value, below, depth + 1)])
+                return {"dict": pairs}
         raise TypeError(f"{path!r} is a {type(state).__name__}, not saved without pickle: convert it")
-
-    def _pair(self, key: Any, value: Any, path: str, depth: int) -> list[Any]:
-        problem = f"a key at {path!r} is a {type(key).__name__}, not a plain value"
-        require(isinstance(key, PLAIN), problem, TypeError)
-        step = key if isinstance(key, str) else repr(key)
-        below = f"{path}/{step}" if path else step
-        return [self.split(key, path, depth), self.split(value, below, depth)]
 
     def _name(self, tensor: "torch.Tensor", path: str) -> str:
         known_kind = str(tensor.dtype).removeprefix("torch.") in KINDS
@@ -132,23 +126,24 @@ class _Walk:
             kind = f"{tensor.layout} tensor of {tensor.dtype} on {tensor.device}"
             raise TypeError(f"state has a {kind} at {path!r}, which cannot be saved")
         memory = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
-        if tensor.numel() and memory in self._names:
-            return self._names[memory]
+        if tensor.numel() and memory in self.names:
+            return self.names[memory]
         name = path or "tensor"
-        while name in self.tensors:  # keys 0 and "0", or "a/b" and "a" -> "b", lead to one path
+        # Keys 0 and "0", or "a/b" and "a" -> "b", lead to one path; a file has a use of its own for one name.
+        while name in self.tensors or name == METADATA:
             name += "'"
         self.tensors[name] = tensor.detach().cpu().contiguous()
-        self._names[memory] = name
+        self.names[memory] = name
         return name
 
     def join(self, skeleton: Any, depth: int) -> Any:
         self._count(depth)
         match skeleton:
-            case None | bool() | int() | float() | str():
-                # raises for half a surrogate pair, which no file can hold
-                if isinstance(skeleton, str):
-                    return skeleton.encode().decode()
+            case None | bool() | int() | float():
                 return skeleton
+            case str():
+                # raises for half a surrogate pair, which no file can hold
+                return skeleton.encode().decode()
             case list():
                 return [self.join(item, depth + 1) for item in skeleton]
             case {"tensor": str(name)} if len(skeleton) == 1 and name in self.tensors:
@@ -159,20 +154,45 @@ class _Walk:
             case {"tuple": list(items)} if len(skeleton) == 1:
                 return tuple(self.join(item, depth + 1) for item in items)
             case {"dict": list(pairs)} if len(skeleton) == 1:
-                return self._dictionary(pairs, depth + 1)
+                entries: dict[Any, Any] = {}
+                for pair in pairs:
+                    is_pair = isinstance(pair, list) and len(pair) == 2
+                    require(is_pair, "it has a dictionary entry that is not a pair")
+                    key = self.join(pair[0], depth + 1)
+                    text = "it has a dictionary key that is repeated or not a plain value"
+                    require(isinstance(key, PLAIN) and key not in entries, text)
+                    entries[key] = self.join(pair[1], depth + 1)
+                return entries
         raise ValueError(
             f"it has an unknown {type(skeleton).__name__}, perhaps of another version, or lacks a tensor"
         )
 
-    def _dictionary(self, pairs: list[Any], depth: int) -> dict[Any, Any]:
-        found: dict[Any, Any] = {}
-        for pair in pairs:
-            require(isinstance(pair, list) and len(pair) == 2, "it has a dictionary entry that is not a pair")
-            key = self.join(pair[0], depth)
-            text = "it has a dictionary key that is repeated or not a plain value"
-            require(isinstance(key, PLAIN) and key not in found, text)
-            found[key] = self.join(pair[1], depth)
-        return found
+
+def file_parts(state: Any) -> list[memoryview]:
+    """Return the parts of a state's file, one after another: its head, and views of the tensors' memory.
+
+    Tensors of the largest types come first: so all are aligned. Raises as `flatten` does.
+    """
+    import torch
+
+    tensors, skeleton = flatten(state)
+    parts: dict[Description, memoryview] = {}
+    for name, tensor in tensors.items():
+        kind = str(tensor.dtype).removeprefix("torch.")
+        data = tensor.reshape(-1).view(torch.uint8).numpy().data
+        parts[name, kind, tuple(tensor.shape)] = data
+    ordered = sorted(parts, key=lambda part: (-KINDS[part[1]][1], part[0]))
+    metadata = {"blake3": "0" * 64, "colab_swarm": VERSION, "skeleton": skeleton.decode()}
+    head = memoryview(bytearray(head_of(ordered, metadata)))
+    values = [parts[description] for description in ordered]
+    head[_CHECKSUM] = checksum_of([head, *values])
+    return [head, *values]
+
+
+def pack(state: Any) -> Blob:
+    """Return a copy of a state as the bytes of a file; raises as `flatten` does."""
+    # numpy releases the GIL meanwhile
+    return np.concatenate([np.asarray(part) for part in file_parts(state)])
 
 
 @dataclass(frozen=True)
@@ -184,16 +204,55 @@ class TensorBytes:
     data: memoryview
 
 
-def as_bytes(tensors: "Mapping[str, torch.Tensor]") -> dict[str, TensorBytes]:
-    """Return tensors from `flatten` as views of their memory."""
-    import torch
+def tensors_of(blob: Blob, source: object = "the state") -> tuple[dict[str, TensorBytes], bytes]:
+    """Return the tensors of a stranger's file, as views, and its unchecked skeleton; ``source`` names it in errors.
 
-    views = {}
+    Raises StateError if it is cut off, damaged, or of another program or version.
+    """
+    data = memoryview(blob.data)
+    tensors: dict[str, TensorBytes] = {}
+    try:
+        head = read_head(data)
+        is_ours = head.metadata.get("colab_swarm") == VERSION and bytes(data[8 : _CHECKSUM.start]) == _FIRST
+        require(is_ours, "it is not a checkpoint of this version of colab_swarm")
+        at = head.size_bytes
+        for name, entry in sorted(head.entries.items(), key=lambda item: item[1].data_offsets):
+            kind = KIND_NAMES[entry.dtype]
+            value_bytes = KINDS[kind][1]
+            begin, end = [head.size_bytes + offset for offset in entry.data_offsets]
+            fits = (
+                begin == at and end == begin + value_bytes * math.prod(entry.shape) and at % value_bytes == 0
+            )
+            require(fits, f"tensor {name[:80]!r} is not where its head says, or not as large")
+            tensors[name] = TensorBytes(kind, entry.shape, data[begin:end])
+            at = end
+        require(at == len(data), f"it has {len(data):,} bytes, and {at:,} by its head")
+        is_sound = bytes(data[_CHECKSUM]) == checksum_of([data])
+        require(is_sound, "it is damaged: its contents do not match their checksum")
+        return tensors, head.metadata["skeleton"].encode()
+    except (ValueError, LookupError) as error:
+        raise StateError(f"{source} cannot be read: {error}") from error
+
+
+def checksum_of(parts: Sequence[memoryview]) -> bytes:
+    """Return the BLAKE3 hash of a file in parts, but for the hash in the first part, in hex."""
+    first, *rest = parts
+    total = blake3(first[: _CHECKSUM.start])
+    for part in (first[_CHECKSUM.stop :], *rest):
+        total.update(part)
+    return total.hexdigest().encode()
+
+
+def require_finite(tensors: Mapping[str, TensorBytes]) -> None:
+    """Raise StateError if a tensor holds NaN or infinite values."""
     for name, tensor in tensors.items():
-        kind = str(tensor.dtype).removeprefix("torch.")
-        data = tensor.reshape(-1).view(torch.uint8).numpy().data
-        views[name] = TensorBytes(kind, tuple(tensor.shape), data)
-    return views
+        values = np.asarray(tensor.data)
+        is_finite = True
+        if tensor.kind == "bfloat16":
+            is_finite = ((values.view(np.uint16) & _BFLOAT16_EXPONENT) != _BFLOAT16_EXPONENT).all()
+        elif tensor.kind.startswith("float"):
+            is_finite = np.isfinite(values.view(tensor.kind)).all()
+        require(is_finite, f"the state holds NaN or infinite values in {name[:80]!r}", StateError)
 
 
 def as_tensors(tensors: Mapping[str, TensorBytes]) -> "dict[str, torch.Tensor]":
@@ -213,61 +272,20 @@ def as_tensors(tensors: Mapping[str, TensorBytes]) -> "dict[str, torch.Tensor]":
     return views
 
 
-def write_tensors(path: Path, tensors: Mapping[str, TensorBytes], skeleton: bytes) -> None:
-    """Write a state as a safetensors file and sync it, largest types first: all are aligned."""
-    ordered = dict(sorted(tensors.items(), key=lambda entry: (-KINDS[entry[1].kind][1], entry[0])))
-    metadata = {"colab_swarm": VERSION, "skeleton": skeleton.decode(), "sha256": digest(tensors, skeleton)}
-    head: dict[str, Any] = {"__metadata__": metadata}
-    end = 0
-    for name, tensor in ordered.items():
-        begin = end
-        end = end + tensor.data.nbytes
-        head[name] = {"dtype": KINDS[tensor.kind][0], "shape": tensor.shape, "data_offsets": [begin, end]}
-    text = json.dumps(head).encode()
-    text += b" " * (-len(text) % 8)
-    values = [tensor.data for tensor in ordered.values()]
-    write_file(path, [len(text).to_bytes(8, "little"), text, *values], sync=True)
+def unpack(blob: Blob) -> Any:
+    """Return a stranger's state, which shares the blob's memory.
 
-
-def read_tensors(path: Path) -> tuple[dict[str, TensorBytes], bytes]:
-    """Return the tensors of a file, in its order and in new memory, and the skeleton.
-
-    Raises FileNotFoundError, or StateError if it is truncated, damaged or no checkpoint.
+    Raises StateError if the file or the skeleton is invalid, or a value is not finite.
     """
+    tensors, skeleton = tensors_of(blob)
+    require_finite(tensors)
+    return unflatten(as_tensors(tensors), skeleton)
+
+
+def read_blob(path: Path) -> Blob:
+    """Return the bytes of a file; raises FileNotFoundError, or StateError if the disk refuses it."""
     require(path.exists(), f"no checkpoint at {path}", FileNotFoundError)
     try:
-        data = np.fromfile(path, np.uint8).data
-        size = int.from_bytes(data[:8], "little")
-        require(size <= min(len(data) - 8, MAX_HEAD_BYTES), "its head is longer than the file")
-        head = json.loads(bytes(data[8 : 8 + size]))
-        metadata = head.pop("__metadata__", {})
-        text = f"{path} is not a checkpoint of this version of colab_swarm"
-        require(metadata.get("colab_swarm") == VERSION, text, StateError)
-        tensors = {name: _tensor(entry, data[8 + size :]) for name, entry in head.items()}
-        skeleton = metadata["skeleton"].encode()
-        expected = metadata["sha256"]
-        found = digest(tensors, skeleton)
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        raise StateError(f"{path} is truncated or not a checkpoint: {error}") from error
-    require(expected == found, f"{path} is damaged: its contents do not match their checksum", StateError)
-    return tensors, skeleton
-
-
-def _tensor(entry: Any, data: memoryview) -> TensorBytes:
-    kind = _TORCH_NAMES[entry["dtype"]]
-    shape = tuple(entry["shape"])
-    start, stop = entry["data_offsets"]
-    require(
-        0 <= start <= stop <= len(data) and stop - start == math.prod(shape) * KINDS[kind][1],
-        "a tensor is truncated",
-    )
-    return TensorBytes(kind, shape, data[start:stop])
-
-
-def digest(tensors: Mapping[str, TensorBytes], skeleton: bytes) -> str:
-    """Return the SHA-256 over tensors and skeleton, in hex."""
-    total = hashlib.sha256(skeleton)
-    for name, tensor in sorted(tensors.items()):
-        total.update(f"{name} torch.{tensor.kind} {tensor.shape}".encode())
-        total.update(tensor.data)
-    return total.hexdigest()
+        return np.fromfile(path, np.uint8)
+    except OSError as error:
+        raise StateError(f"{path} cannot be read: {error}") from error

@@ -31,7 +31,7 @@ find the others by it.
 |---|---|---|
 | `ProgressRecord` | DHT | step, lineage, samples, speed, syncing, paused, organizer, addresses, loss, agreement |
 | `AssistantRecord` | DHT, signed | this peer reduces and passes on the state for these collaborations |
-| `DescribeState` -> `Manifest` | call | step and lineage of the state, its layout, digests of its chunks |
+| `DescribeState` -> `Manifest` | call | step and lineage of the state, its size, digests of its chunks |
 | `FetchState` -> `StateChunk` … | stream | chunks of the snapshot with this root |
 
 ## What a trainer does

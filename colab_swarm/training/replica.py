@@ -21,10 +21,11 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from colab_swarm.averaging.group import flags_of
 from colab_swarm.errors import StateError, require
-from colab_swarm.tensors.chunks import Snapshot, pack, unpack
+from colab_swarm.tensors.chunks import Snapshot
 from colab_swarm.tensors.codecs import Floats
 from colab_swarm.tensors.device import copy_in, copy_out, hand_over, moved, to_host
 from colab_swarm.tensors.device_vector import DeviceVector
+from colab_swarm.tensors.statedict import pack, unpack
 from colab_swarm.tensors.vector import Vector
 from colab_swarm.training.buffers import Buffers
 from colab_swarm.training.digests import Evidence, digest_of_tensors, digest_with_optimizer
@@ -408,7 +409,7 @@ class Replica:
                     buffer.copy_(saved)
             else:
                 self.together = self.step
-                self.lineage = Snapshot.of(b"", self.step, *pack(self.state())).manifest.root[:LINEAGE_BYTES]
+                self.lineage = Snapshot.of(b"", self.step, pack(self.state())).root[:LINEAGE_BYTES]
 
     # The state, as other peers and checkpoints have it.
 
@@ -468,11 +469,11 @@ class Replica:
         with self.lock:
             step = self.step
             lineage = self.lineage
-            layout, blob = pack(self.state())
-        return Snapshot.of(lineage, step, layout, blob)
+            blob = pack(self.state())
+        return Snapshot.of(lineage, step, blob)
 
     def load_snapshot(self, snapshot: Snapshot) -> None:
-        self.load(unpack(snapshot.manifest.layout, snapshot.blob))
+        self.load(unpack(snapshot.blob))
         self.step = snapshot.manifest.step
         self.together = self.step
         self.lineage = snapshot.manifest.subject

@@ -10,7 +10,7 @@ backbone gives a checkpoint of its own when no trainer is left.
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -19,33 +19,32 @@ import msgspec
 
 from colab_swarm.averaging.router import PrefixRouter
 from colab_swarm.errors import PeerError, PeerLost, PeerTimeout, PeerUnreachable, StateError, require
-from colab_swarm.files import StepFiles
+from colab_swarm.files import StepFiles, write_file
 from colab_swarm.net.node import Node
-from colab_swarm.net.peers import Message, PeerId, Refusal, Role, Stream, decoded, remember, short
+from colab_swarm.net.peers import Message, PeerId, Refusal, Role, Stream, remember, short
 from colab_swarm.tensors.chunks import (
     CHUNK_TIMEOUT_S,
     MAX_STATE_BYTES,
+    REQUEST_CHUNKS,
     ChunkDownload,
     FetchChunks,
-    Layout,
     Manifest,
     Snapshot,
     StateChunk,
-    blob_of,
     receive_chunk,
     send_chunks,
     silence_s,
-    tensors_in,
 )
 from colab_swarm.tensors.statedict import (
-    TensorBytes,
-    as_bytes,
+    Blob,
     as_tensors,
-    flatten,
-    read_tensors,
+    file_parts,
+    read_blob,
+    require_finite,
+    tensors_of,
     unflatten,
-    write_tensors,
 )
+from colab_swarm.tensors.tensor_file import KIND_NAMES, read_head
 
 logger = logging.getLogger(__name__)
 
@@ -56,6 +55,7 @@ _ASKED = 4  # donors that are asked at once for what they hold
 _AGREED_S = 1.0  # for the others, once two have answered
 _MIRROR_TIMEOUT_S = CHUNK_TIMEOUT_S / 3  # for one donor; a late joiner waits for two
 _REMEMBERED = 4
+_KINDS_TIMEOUT_S = 5.0  # for the beginning of a state
 
 
 def save_checkpoint(path: str | Path, state: Any) -> None:
@@ -64,16 +64,15 @@ def save_checkpoint(path: str | Path, state: Any) -> None:
     The state is anything that `flatten` takes, such as a dictionary with some ``state_dict()``.
     Raises `StateError` if the disk is full, `TypeError` if a part cannot be saved without pickle.
     """
-    tensors, skeleton = flatten(state)
-    write_tensors(Path(path), as_bytes(tensors), skeleton)
+    write_file(Path(path), file_parts(state), sync=True)
 
 
 def load_checkpoint(path: str | Path) -> Any:
     """Read the state that `save_checkpoint` wrote, into new memory.
 
-    Raises `StateError` if it is truncated, damaged or not a checkpoint of this package.
+    Raises FileNotFoundError, or `StateError` if it is truncated, damaged or not a checkpoint of this package.
     """
-    tensors, skeleton = read_tensors(Path(path))
+    tensors, skeleton = tensors_of(read_blob(Path(path)), path)
     return unflatten(as_tensors(tensors), skeleton)
 
 
@@ -204,16 +203,20 @@ async def download_state(
 
 async def kinds_at(peers: Node, prefix: str, donors: Sequence[PeerId]) -> dict[str, Kind]:
     """Return the types and shapes of the donors' parameters and buffers, by name; none if no donor answers."""
+    ask = DescribeState(prefix)
     try:
-        manifest, _ = await _agree_on_state(peers, DescribeState(prefix), donors, timeout_s=5.0)
-    except StateError:
+        manifest, holders = await _agree_on_state(peers, ask, donors, timeout_s=_KINDS_TIMEOUT_S)
+        request = partial(FetchState, prefix=prefix, root=manifest.root)
+        beginning = ChunkDownload(peers, manifest, request, chunks=REQUEST_CHUNKS)
+        await beginning.run(holders, _KINDS_TIMEOUT_S)
+        head = read_head(beginning.blob.data)
+    except (StateError, ValueError):  # such as a head of more chunks
         return {}
-    entries = decoded(manifest.layout, Layout, "the layout of the state cannot be read", StateError).tensors
     kinds = {}
-    for path, kind, shape in entries:
+    for path, entry in head.entries.items():
         part, _, name = path.partition("/")
         if part in ("parameters", "buffers"):
-            kinds[name] = kind, shape
+            kinds[name] = KIND_NAMES.get(entry.dtype, entry.dtype), entry.shape
     return kinds
 
 
@@ -270,33 +273,27 @@ async def _agree_on_state(
     raise DonorsSilent(text) if silent else StateError(text)
 
 
-def tensors_of(snapshot: Snapshot) -> tuple[dict[str, TensorBytes], bytes]:
-    """Return an untrusted snapshot as tensors (views of its blob) and skeleton, as `write_tensors` takes them.
-
-    Raises `StateError` if it does not add up, or is not of the step that it claims.
-    """
-    tensors, skeleton = tensors_in(snapshot.manifest.layout, snapshot.blob)
-    require(
-        _step_and_lineage(tensors, skeleton) == (snapshot.manifest.step, snapshot.manifest.subject),
-        "the donor's state is not of the step that it claims",
-        StateError,
-    )
-    return tensors, skeleton
+def check_snapshot(snapshot: Snapshot) -> None:
+    """Raise `StateError` if an untrusted snapshot cannot be read, or is not of the step that it claims."""
+    claimed = snapshot.manifest.step, snapshot.manifest.subject
+    text = "the donor's state is not of the step that it claims"
+    require(_step_and_lineage(snapshot.blob) == claimed, text, StateError)
 
 
-def snapshot_of(tensors: Mapping[str, TensorBytes], skeleton: bytes) -> Snapshot:
-    """Return the snapshot of a state that was read from a file; raises `StateError` if it is not a training state."""
-    layout, blob = blob_of(tensors, skeleton)
-    tensors_in(layout, blob)
-    step, lineage = _step_and_lineage(tensors, skeleton)
-    return Snapshot.of(lineage, step, layout, blob)
+def read_snapshot(path: Path) -> Snapshot:
+    """Return the snapshot in a file; raises `StateError` if it is not a training state."""
+    blob = read_blob(path)
+    step, lineage = _step_and_lineage(blob, path)
+    return Snapshot.of(lineage, step, blob)
 
 
-def _step_and_lineage(tensors: Mapping[str, Any], skeleton: bytes) -> tuple[int, bytes]:
+def _step_and_lineage(blob: Blob, source: object = "the donor's state") -> tuple[int, bytes]:
+    tensors, skeleton = tensors_of(blob, source)
+    require_finite(tensors)
     match unflatten(tensors, skeleton):
         case {"step": int(step), "lineage": bytes(lineage)} if step >= 0 and not isinstance(step, bool):
             return step, lineage
-    raise StateError("this is not the state of a collaboration: it does not say its step and lineage")
+    raise StateError(f"{source} is not that of a collaboration: it does not say its step and lineage")
 
 
 class Mirror(StateSharing):

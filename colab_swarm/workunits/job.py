@@ -30,6 +30,7 @@ from torch.optim import Optimizer
 
 from colab_swarm.errors import require
 from colab_swarm.markup import settings
+from colab_swarm.tensors.tensor_file import read_head
 from colab_swarm.workunits.messages import MAX_CODE_CHARACTERS, NAME, Resources, Subset
 from colab_swarm.workunits.weights import Schema, moved
 
@@ -117,9 +118,8 @@ class Rows:
             require(0 <= size <= most, f"a subset of {size:,} bytes: too large")
             plain = zstandard.ZstdDecompressor().decompress(data, max_output_size=most)
             # safetensors.numpy.load leaves out the metadata
-            head_bytes = int.from_bytes(plain[:8], "little")
-            head = msgspec.json.decode(plain[8 : 8 + head_bytes], type=dict[str, Any])
-            names, named = msgspec.json.decode(head["__metadata__"]["rows"], type=tuple[list[str], bool])
+            metadata = read_head(plain).metadata
+            names, named = msgspec.json.decode(metadata["rows"], type=tuple[list[str], bool])
             columns = load(plain)
             return cls.of(((name, columns[name]) for name in names), named)
         except (zstandard.ZstdError, SafetensorError, LookupError, msgspec.MsgspecError, TypeError) as error:

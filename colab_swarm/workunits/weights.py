@@ -1,6 +1,5 @@
 """A model's parameters and buffers as one flat vector, and as the safetensors file sent over the network."""
 
-import json
 import math
 import statistics
 from collections.abc import Sequence
@@ -14,6 +13,7 @@ import zstandard
 from torch import nn
 
 from colab_swarm.errors import require
+from colab_swarm.tensors.tensor_file import head_of, read_head
 
 Floats: TypeAlias = npt.NDArray[np.float32]
 
@@ -61,15 +61,7 @@ class Schema:
 
     def head(self) -> bytes:
         """Return the head of a safetensors file with these tensors, as float32 in order."""
-        head = {}
-        offset = 0
-        for name, shape in self.entries:
-            end = offset + 4 * math.prod(shape)
-            head[name] = {"dtype": "F32", "shape": list(shape), "data_offsets": [offset, end]}
-            offset = end
-        text = json.dumps(head, separators=(",", ":")).encode()
-        text += b" " * (-len(text) % 8)
-        return len(text).to_bytes(8, "little") + text
+        return head_of((name, "float32", shape) for name, shape in self.entries)
 
     def encode(self, values: Floats) -> bytes:
         """Return ``values`` (numel,) as a safetensors file."""
@@ -113,10 +105,8 @@ class Schema:
     def difference(self, data: bytes | memoryview) -> str:
         """Return how a file's head differs from this: a stranger's words, but short and plain."""
         try:
-            end = 8 + int.from_bytes(data[:8], "little")
-            head = json.loads(bytes(data[8:end]))
-            entries = {(name, tuple(tensor["shape"])) for name, tensor in head.items()}
-        except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+            entries = {(name, entry.shape) for name, entry in read_head(data).entries.items()}
+        except ValueError:
             return "not a safetensors file"
         expected = set(self.entries)
         words = [f"lacks {name} {shape}" for name, shape in sorted(expected - entries)]

@@ -26,7 +26,8 @@ from colab_swarm.net.membership import Membership, MembershipAdmission
 from colab_swarm.net.node import Node
 from colab_swarm.net.peers import PeerId, Role, Stream
 from colab_swarm.swarm.swarm import Swarm
-from colab_swarm.tensors.chunks import Snapshot, pack, unpack
+from colab_swarm.tensors.chunks import Snapshot
+from colab_swarm.tensors.statedict import pack, unpack
 from colab_swarm.training.records import SKETCH_STEPS, ProgressRecord, progress_key
 from colab_swarm.trust.access import IssuedMembership
 from colab_swarm.trust.authority import RequestMembership
@@ -142,9 +143,9 @@ def test_a_fast_member_that_organizes_and_forms_no_group_stops_the_run_until_you
 def forged(trainer: Trainer) -> Snapshot:
     """Return a trainer's state under its lineage, with other parameters."""
     held = trainer.rounds.model.snapshot()
-    state = unpack(held.manifest.layout, held.blob.copy())
+    state = unpack(held.blob.copy())
     state["parameters"] = {name: one + 1.0 for name, one in state["parameters"].items()}
-    return Snapshot.of(held.manifest.subject, held.manifest.step, *pack(state))
+    return Snapshot.of(held.manifest.subject, held.manifest.step, pack(state))
 
 
 @pytest.mark.slow

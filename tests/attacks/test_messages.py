@@ -212,14 +212,13 @@ def test_a_manifest_of_gigabytes_costs_no_memory(
     class Claim(Message, frozen=True):
         subject: bytes
         step: int
-        layout: bytes
         size_bytes: int
         digests: bytes
 
     async def describe(peer: PeerId, ask: DescribeState) -> Claim:
         asked.append(peer)
         chunks = -(-size // chunk_bytes(size))
-        return Claim(b"m" * 16, 5000, b"", size, bytes(32 * chunks))
+        return Claim(b"m" * 16, 5000, size, bytes(32 * chunks))
 
     prefix = full.optimizer.rounds.view.prefix
     full.mallory.services.router.serve(prefix, DescribeState, describe, Role.GUEST)

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from colab_swarm.files import StepFiles
-from colab_swarm.tensors.statedict import read_tensors
+from colab_swarm.training.state import read_snapshot
 from tests.netlab.lab import ROOT, Program
 
 pytestmark = pytest.mark.slow
@@ -115,4 +115,4 @@ def test_a_run_survives_its_backbone_and_then_all_its_trainers(tmp_path: Path) -
         assert model["step"] >= began_at and model["loss_history"]
         assert "carol" in {peer["name"] for peer in model["peers"] if peer["role"] == "trainer"}
     for path in StepFiles(run.vault).paths():
-        read_tensors(path)
+        read_snapshot(path)

@@ -18,7 +18,8 @@ from colab_swarm.moe.host import ExpertHost, HostResources
 from colab_swarm.moe.saves import ReplicaStore
 from colab_swarm.runtime import Runner
 from colab_swarm.sim import LAN, SimNetwork, SimPeers
-from colab_swarm.tensors.chunks import Snapshot, pack
+from colab_swarm.tensors.chunks import Snapshot
+from colab_swarm.tensors.statedict import pack
 
 GRID = Grid("ffn", (2, 3))
 RULE = ExpertRule(lambda parameters: torch.optim.Adam(parameters, lr=0.1))
@@ -105,7 +106,7 @@ def train(hosting: ExpertHost, steps: int = 1) -> None:
 def saved(uid: str = "ffn.0.0", *, step: int = 1, value: float = 0.0, size: int = 300_000) -> Snapshot:
     """A made-up state of some chunks, of which the last holds ``value``."""
     state = {"big": torch.arange(size), "last": torch.full((10,), value), "step": step}
-    return Snapshot.of(uid.encode(), step, *pack(state))
+    return Snapshot.of(uid.encode(), step, pack(state))
 
 
 def shelf_of(member: Member) -> ReplicaStore:

@@ -12,7 +12,8 @@ from colab_swarm.errors import StateError
 from colab_swarm.moe.blocks import FeedForward
 from colab_swarm.moe.expert import Expert, ExpertRule, check_fit
 from colab_swarm.moe.saves import ReplicaStore, Save
-from colab_swarm.tensors.chunks import Manifest, Snapshot, digest_of, pack, unpack
+from colab_swarm.tensors.chunks import Manifest, Snapshot, digest_of
+from colab_swarm.tensors.statedict import pack, unpack
 
 ALICE, BOB = b"a" * 32, b"b" * 32
 
@@ -107,11 +108,11 @@ def expert(*, steps: int = 0, dim: int = 8, hidden: int = 16) -> Expert:
 
 
 def saved(state: Any, step: int = 3) -> Snapshot:
-    return Snapshot.of(b"ffn.0", step, *pack(state))
+    return Snapshot.of(b"ffn.0", step, pack(state))
 
 
 def loaded(saved: Snapshot) -> Any:
-    return unpack(saved.manifest.layout, saved.blob)
+    return unpack(saved.blob)
 
 
 def test_an_expert_continues_from_its_save_with_equal_results() -> None:

@@ -1,4 +1,7 @@
+"""Any state through names and skeleton and as a file's bytes, which may be a stranger's."""
+
 import errno
+import json
 import math
 import os
 import stat
@@ -8,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -16,14 +20,8 @@ from hypothesis import strategies as st
 from colab_swarm.errors import StateError
 from colab_swarm.files import write_file
 from colab_swarm.tensors import statedict
-from colab_swarm.tensors.statedict import (
-    KINDS,
-    MAX_DEPTH,
-    as_bytes,
-    as_tensors,
-    flatten,
-    unflatten,
-)
+from colab_swarm.tensors.statedict import MAX_DEPTH, Blob, file_parts, flatten, pack, unflatten, unpack
+from colab_swarm.tensors.tensor_file import KINDS
 
 kinds = st.sampled_from([getattr(torch, kind) for kind in sorted(KINDS)])
 shapes = st.lists(st.integers(0, 3), max_size=3)
@@ -157,12 +155,10 @@ def test_a_skeleton_nested_too_deeply_is_refused(wrap: Callable[[Any], Any]) -> 
         unflatten({}, skeleton.replace(b"1", flatten(wrap(1))[1]))
 
 
-def test_a_skeleton_that_is_too_large_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(statedict, "MAX_SKELETON_BYTES", 1_000_000)
+def test_a_skeleton_with_too_many_parts_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(statedict, "MAX_NODES", 3)
-    assert unflatten({}, b"[1,2]" + b" " * 999_995) == [1, 2]
+    assert unflatten({}, b"[1,2]") == [1, 2]
     for data, words in (
-        (b"1" + b" " * 1_000_000, "1000001 bytes"),
         (b"[1,2,3]", "too large"),
         *((b"[" * 1_000_000, "cannot be read"), (b"1" * 4301, "cannot be read")),
     ):
@@ -170,16 +166,86 @@ def test_a_skeleton_that_is_too_large_is_refused(monkeypatch: pytest.MonkeyPatch
             unflatten({}, data)
 
 
-def test_a_file_is_synced_and_read_as_it_was_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path, synced = tmp_path / "c", list[bool]()
+def test_the_bytes_for_late_joiners_are_the_file_and_share_their_memory_with_what_is_read() -> None:
+    state = {kind: torch.ones(3).to(getattr(torch, kind)) for kind in KINDS}
+    state |= {"empty": torch.empty(0, 2), "scalar": torch.tensor(0.5), "__metadata__": torch.zeros(2)}
+    blob = pack({**state, "lr": 0.1})
+    assert blob.tobytes() == b"".join(file_parts({**state, "lr": 0.1}))
+    again = unpack(blob)
+    assert again.pop("lr") == 0.1 and same(again, state)
+    assert all(tensor.data_ptr() % tensor.element_size() == 0 for tensor in again.values())
+    blob[-1] = 0  # of the last value of the smallest type
+    assert not same(again, state)
+    plain = torch.arange(4.0)
+    _, values = file_parts(plain)
+    plain[0] = 7.0
+    assert np.frombuffer(values, np.float32)[0] == 7.0, "saving copies no tensor"
+
+
+@pytest.mark.parametrize("kind", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("value", [float("nan"), float("-inf")])
+def test_a_stranger_s_state_that_is_not_finite_is_refused(kind: torch.dtype, value: float) -> None:
+    with pytest.raises(StateError, match=r"NaN or infinite values in 'weight'"):
+        unpack(pack({"weight": torch.tensor([1.0, value], dtype=kind)}))
+
+
+WEIGHT = {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]}
+
+
+def forged(
+    *, head: str | None = None, values: bytes = bytes(16), skeleton: str = '{"tensor":"w"}', **changes: Any
+) -> Blob:
+    """A file of one tensor with changes of its entry, or with another head, and the right checksum."""
+    metadata = {"blake3": "0" * 64, "colab_swarm": statedict.VERSION, "skeleton": skeleton}
+    entries = {"__metadata__": metadata, "w": {**WEIGHT, **changes}}
+    text = (head or json.dumps(entries, separators=(",", ":"))).encode()
+    text += b" " * (-len(text) % 8)
+    data = bytearray(len(text).to_bytes(8, "little") + text + values)
+    begin = data.find(b"0" * 64)
+    if begin >= 0:
+        data[begin : begin + 64] = statedict.checksum_of([memoryview(data)])
+    return np.frombuffer(data, np.uint8)
+
+
+@pytest.mark.parametrize(
+    ("lie", "reason"),
+    [
+        ({"shape": [10**9]}, "not as large"),
+        ({"shape": [2]}, "not as large"),
+        ({"shape": [-4]}, "Expected `int` >= 0"),
+        ({"shape": [4, *[1] * 64]}, "length <= 64"),
+        ({"shape": [0, 2**64], "data_offsets": [0, 0], "values": b""}, "invalid tensor 'w'"),
+        ({"dtype": "load"}, "'load'"),
+        ({"dtype": "F64", "shape": [4]}, "not as large"),
+        ({"data_offsets": [4, 20], "values": bytes(20)}, "is not where"),
+        ({"data_offsets": [16, 0]}, "is not where"),
+        ({"values": bytes(15)}, "by its head"),
+        ({"values": bytes(17)}, "by its head"),
+        ({"head": '{"w":' * 200_000}, "cannot be read"),
+        ({"skeleton": '{"tensor":"v"}'}, "lacks a tensor"),
+        ({"head": '{"__metadata__":{"blake3":"","colab_swarm":"1"}}', "values": b""}, "checksum"),
+        ({"head": '{"__metadata__":{"skeleton":""}}'}, "not a checkpoint of this version"),
+    ],
+)
+def test_a_file_that_lies_about_its_tensors_is_refused(lie: dict[str, Any], reason: str) -> None:
+    assert same(unpack(forged()), torch.zeros(4))
+    with pytest.raises(StateError, match=reason):
+        unpack(forged(**lie))
+
+
+@given(st.binary(max_size=200), st.booleans())
+def test_arbitrary_bytes_raise_only_state_error(data: bytes, as_head: bool) -> None:
+    blob = forged(head=data.decode("latin1") or " ") if as_head else np.frombuffer(data, np.uint8)
+    with pytest.raises(StateError):
+        unpack(blob)
+
+
+def test_a_file_is_synced_with_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced = list[bool]()
     monkeypatch.setattr(os, "fsync", lambda file: synced.append(stat.S_ISDIR(os.fstat(file).st_mode)))
-    for state in ({"a": torch.tensor([True]), "b": torch.arange(3), "c": torch.empty(0)}, {"lr": 0.1}):
-        named, skeleton = flatten(state)
-        statedict.write_tensors(path, as_bytes(named), skeleton)
-        found, again = statedict.read_tensors(path)
-        assert same(unflatten(as_tensors(found), again), state)
+    write_file(tmp_path / "synced", [b"x"], sync=True)
     write_file(tmp_path / "not synced", [b"x"])
-    assert synced == [False, True] * 2, "each file, then the folder with its name"
+    assert synced == [False, True], "the file, then the folder with its name"
 
 
 @pytest.mark.parametrize("code", [errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EIO, errno.ENOSPC])

@@ -17,7 +17,7 @@ from colab_swarm.training.gradients import Gradients
 from colab_swarm.training.layerwise import Lamb, Lars
 from colab_swarm.training.names import check_options
 from colab_swarm.training.replica import Replica, UpdateRule
-from colab_swarm.training.state import snapshot_of, tensors_of
+from colab_swarm.training.state import check_snapshot
 from tests.training.toy import loss_of, mean_of, model, parameters_of
 
 
@@ -94,14 +94,14 @@ def test_a_sound_state_of_any_usual_kind_is_taken() -> None:
 
 def test_a_snapshot_is_of_the_step_that_it_claims() -> None:
     whole = (replica := adam(model())).snapshot()
-    assert snapshot_of(*tensors_of(whole)).manifest == whole.manifest
+    check_snapshot(whole)
     lie = Snapshot(msgspec.structs.replace(whole.manifest, step=9), whole.blob)
     with pytest.raises(StateError, match="not of the step that it claims"):
-        tensors_of(lie)
+        check_snapshot(lie)
     for wrong in (-1, True):
         replica.step = wrong
         with pytest.raises(StateError, match="does not say its step"):
-            tensors_of(replica.snapshot())
+            check_snapshot(replica.snapshot())
 
 
 def test_the_state_of_a_scheduler_is_taken_where_there_is_one() -> None:

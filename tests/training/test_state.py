@@ -21,7 +21,7 @@ BLOB = np.random.default_rng(0).integers(0, 256, SIZE_BYTES, np.uint8)
 
 
 def snapshot(step: int = 7, blob: np.ndarray = BLOB) -> Snapshot:
-    return Snapshot.of(b"lineage", step, b"layout", blob)
+    return Snapshot.of(b"lineage", step, blob)
 
 
 class Scene:
