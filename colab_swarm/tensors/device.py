@@ -9,6 +9,7 @@ import functools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -29,12 +30,12 @@ def in_main_memory(device: torch.device) -> bool:
     return device.type in _MAIN_MEMORY
 
 
+@dataclass
 class Copied:
     """Bytes that this process has copied out of devices and into them."""
 
-    def __init__(self) -> None:
-        self.out_bytes = 0
-        self.in_bytes = 0
+    out_bytes: int = 0
+    in_bytes: int = 0
 
 
 copied = Copied()
@@ -105,11 +106,6 @@ def floats_of(values: torch.Tensor) -> Floats:
     return floats
 
 
-def buffer_of(encoded: torch.Tensor) -> Buffer:
-    """Return bytes (uint8) in main memory: a view if they are there."""
-    return memoryview(to_host(encoded).numpy().data)
-
-
 def host_values(numel: int, device: torch.device) -> Floats:
     """Return new main memory for values that go to and come from this device."""
     # Torch takes a power of two.
@@ -139,7 +135,7 @@ def beside(devices: Iterable[torch.device]) -> Iterator[None]:
             stream.synchronize()
 
 
-def free_bytes(device: torch.device) -> float:
+def spare_bytes(device: torch.device) -> float:
     """Return how much of a device's memory is free though all is allocated that once was; infinite if not known."""
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
@@ -168,12 +164,6 @@ def carry_in(values: torch.Tensor, device: torch.device) -> torch.Tensor:
     now.wait_stream(beside)
     carried.record_stream(now)
     return carried
-
-
-def carry_numbers(numbers: Sequence[float], device: torch.device) -> torch.Tensor:
-    """Return these numbers on the device, as float32; nothing waits for it."""
-    is_pinned = device.type == "cuda"
-    return carry_in(torch.tensor(numbers, dtype=torch.float32, device="cpu", pin_memory=is_pinned), device)
 
 
 class Arrival:

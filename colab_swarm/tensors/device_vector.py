@@ -17,7 +17,6 @@ from colab_swarm.tensors.codecs import Buffer, Codec, ErrorFeedback, Floats
 from colab_swarm.tensors.device import (
     Flag,
     beside,
-    buffer_of,
     copy_in,
     floats_of,
     from_buffer,
@@ -167,7 +166,7 @@ class DeviceVector:
         if self.feedback is not None and codec.name != "float32":
             sent = device_codecs.decode(codec.name, encoded, len(values))
             self.feedback.cut_off(start, values - sent)
-        return buffer_of(encoded)
+        return memoryview(to_host(encoded).numpy().data)
 
     def keep_loss(self, start: int, stop: int, codec: Codec, payload: Buffer) -> None:
         if self.feedback is None:

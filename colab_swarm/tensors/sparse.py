@@ -30,12 +30,12 @@ from colab_swarm.tensors.vectors import (
     all_finite,
     block_rows,
     checked,
-    pack,
+    pack_codes,
     quantised,
     quantiser_gamma,
     require_finite,
     target,
-    unpack,
+    unpack_codes,
 )
 
 # below, a few bytes could claim a gibibyte of memory; above, float16 is both smaller and better
@@ -118,14 +118,14 @@ class SparseLoCo:
         largest = [_largest(rows, self.kept(rows.shape[1])) for _, rows in block_rows(values)]
         places = np.concatenate(largest)
         codes, means = quantised(values[places + _starts(len(places))])
-        return means.tobytes() + pack(codes) + pack_12(places)
+        return means.tobytes() + pack_codes(codes) + pack_12(places)
 
     def decode(self, buffer: Buffer, numel: int, *, scratch: Floats | None = None) -> Floats:
         encoded = np.frombuffer(checked(buffer, self.encoded_bytes(numel)), np.uint8)
         kept = self.kept(numel)
         means, codes, places = np.split(encoded, [4 * BINS, 4 * BINS + -(-kept // 4)])
         require(all_finite(means.view(np.float32)), "a sparseloco vector has means that are not finite")
-        values = means.view(np.float32)[unpack(codes, kept)]
+        values = means.view(np.float32)[unpack_codes(codes, kept)]
         return _scattered(values, unpack_12(places, kept) + _starts(kept), target(numel, scratch))
 
 

@@ -66,14 +66,14 @@ CODES_PER_BYTE = 8 // CODE_BITS
 _SHIFTS = np.arange(0, 8, CODE_BITS, dtype=np.uint8)[:, None]
 
 
-def pack(codes: Codes) -> bytes:
+def pack_codes(codes: Codes) -> bytes:
     """Pack codes of 2 bits: the first codes of all bytes, then the second ones of all, and so on."""
     planes = np.zeros((CODES_PER_BYTE, -(-len(codes) // CODES_PER_BYTE)), np.uint8)
     planes.ravel()[: len(codes)] = codes
     return bytes(np.bitwise_or.reduce(planes << _SHIFTS, axis=0))
 
 
-def unpack(packed: Codes, count: int) -> Codes:
+def unpack_codes(packed: Codes, count: int) -> Codes:
     planes = (packed >> _SHIFTS) & np.uint8(BINS - 1)
     return planes.ravel()[:count]
 

@@ -11,7 +11,7 @@ import torch
 
 from colab_swarm.markup import size
 from colab_swarm.tensors.codecs import ErrorFeedback
-from colab_swarm.tensors.device import free_bytes, host_values, in_main_memory
+from colab_swarm.tensors.device import host_values, in_main_memory, spare_bytes
 from colab_swarm.tensors.device_vector import DeviceFeedback, DeviceVector
 from colab_swarm.tensors.vector import HostVector, Vector
 from colab_swarm.training.flat import FlatValues, reals
@@ -151,7 +151,9 @@ class Placement:
             needed_bytes = Counter[torch.device]()
             for parameter in self._replica.model:
                 needed_bytes[parameter.device] += vectors * _VALUE_BYTES * reals(parameter).numel()
-            self._vectors_there = all(free_bytes(device) >= needed for device, needed in needed_bytes.items())
+            self._vectors_there = all(
+                spare_bytes(device) >= needed for device, needed in needed_bytes.items()
+            )
             logger.info("the swarm's vectors lie %s", self.where)
         self._replica.place(beside_model=self._vectors_there)
 

@@ -51,51 +51,6 @@ def test_the_size_is_known_without_the_values_and_near_the_minimum(share: float,
     assert index_bits <= kept * (math.log2(numel / kept) + 2) + 16
 
 
-def test_indices_out_of_order_and_beyond_the_end_are_refused() -> None:
-    codec = TopK(0.3)  # 3 of 10 values: 1 low bit, then a string of 7 bits
-    ones = np.ones(3, np.float32).tobytes()
-    decoded = codec.decode(ones + bytes([0b011 << 5, 0b1100001 << 1]), 10)
-    np.testing.assert_array_equal(np.flatnonzero(decoded), [0, 1, 9])
-    for lows, highs, numel, words in (
-        *((0b101, 0b1100001, 10, "not ascending"), (0b111, 0b1100001, 10, "not ascending")),
-        (0b011, 0b1110001, 10, "names 4 indices, 3 expected"),
-        (0b011, 0b1100001, 9, "beyond its end"),
-    ):
-        with pytest.raises(ValueError, match=words):
-            codec.decode(ones + bytes([lows << 5, highs << 1]), numel)
-
-
-@given(st.sampled_from([0.01, 0.3]), st.integers(1, 2000), st.integers(0, 1 << 32))
-@settings(max_examples=200)
-def test_random_indices_are_refused_or_ascend_within(share: float, numel: int, seed: int) -> None:
-    codec, rng = TopK(share), np.random.default_rng(seed)
-    kept = codec.kept(numel)
-    garbage = np.ones(kept, np.float32).tobytes() + rng.bytes(codec.encoded_bytes(numel) - 4 * kept)
-    try:
-        decoded = codec.decode(garbage, numel)
-    except ValueError as error:
-        assert "indices" in str(error)
-    else:
-        assert np.count_nonzero(decoded) == kept  # no index twice
-
-
-@given(st.lists(st.integers(0, 4095), max_size=9))
-def test_two_numbers_of_12_bits_are_packed_in_three_bytes(numbers: list[int]) -> None:
-    packed = module.pack_12(np.array(numbers, np.int64))
-    first, second, *_ = [*numbers, 0, 0]
-    expected = [first & 255, (first >> 8) & 15 | (second & 15) << 4, (second >> 4) & 255]
-    assert list(packed[:3]) == expected[: len(packed)] and len(packed) == 3 * math.ceil(len(numbers) / 2)
-    assert module.unpack_12(np.frombuffer(packed, np.uint8), len(numbers)).tolist() == numbers
-
-
-@given(st.integers(0, 99), st.integers(0, 1 << 32))
-def test_codes_of_two_bits_are_packed_densely(count: int, seed: int) -> None:
-    codes = np.random.default_rng(seed).integers(0, 4, count).astype(np.uint8)
-    packed = vectors.pack(codes)
-    assert len(packed) == math.ceil(count / 4)
-    np.testing.assert_array_equal(vectors.unpack(np.frombuffer(packed, np.uint8), count), codes)
-
-
 scales = st.sampled_from([1e-30, 1e-8, 1.0, 1e20, 1e37])
 
 
@@ -118,11 +73,6 @@ def test_the_quantiser_keeps_what_has_no_more_than_two_values(values: list[float
     np.testing.assert_array_equal(round_trip("sparseloco", np.array(values, np.float32)), values)
 
 
-def test_with_all_values_kept_the_places_are_all_in_order() -> None:
-    rows = normal(1, 3, 50)
-    np.testing.assert_array_equal(module._largest(rows, 50).reshape(3, 50), [range(50)] * 3)
-
-
 @given(lengths, st.integers(0, 1 << 32), st.sampled_from([2, 1000]))
 @settings(max_examples=60)
 def test_sparseloco_sends_the_largest_of_every_block(numel: int, seed: int, kinds: int) -> None:
@@ -140,39 +90,6 @@ def test_sparseloco_sends_the_largest_of_every_block(numel: int, seed: int, kind
     assert codec.kept(numel) == kept
     size = 16 + math.ceil(kept / 4) + 3 * math.ceil(kept / 2) if numel else 0
     assert codec.encoded_bytes(numel) == len(codec.encode(values)) == size
-
-
-def test_sparseloco_sends_14_bits_of_every_64th_value_and_a_small_header() -> None:
-    assert SparseLoCo().encoded_bytes(15 * BLOCK_VALUES) == 15 * 64 * 14 // 8 + 16
-
-
-def test_sparseloco_refuses_what_no_encoder_writes() -> None:
-    numel = BLOCK_VALUES + 300  # 64 + 4 values: 16 bytes of means, 17 of codes, 102 of places
-    encoded = bytes(SparseLoCo().encode(normal(0, numel)))
-    with pytest.raises(ValueError, match="bytes"):
-        SparseLoCo().decode(encoded + b"0", numel)
-    for start, stop, wrong, words in (
-        (0, 4, np.float32(np.inf).tobytes(), "means that are not finite"),
-        (12, 16, np.float32(np.nan).tobytes(), "means that are not finite"),
-        (33, 36, bytes(3), "not ascending"),  # twice place 0
-        (33, 36, encoded[36:39], "not ascending"),
-        (-3, None, module.pack_12(np.array([299, 300])), "beyond its end"),
-    ):
-        damaged = bytearray(encoded)
-        damaged[start:stop] = wrong
-        assert len(damaged) == len(encoded)
-        with pytest.raises(ValueError, match=words):
-            SparseLoCo().decode(damaged, numel)
-
-
-def test_what_sparseloco_sent_and_the_residual_are_all_gradients() -> None:
-    numel = 3 * BLOCK_VALUES + 77
-    feedback, arrived, gradients = ErrorFeedback(numel), np.zeros(numel), normal(0, 30, numel)
-    for gradient in gradients:
-        arrived += feedback.encode(SparseLoCo(), 0, gradient)[1]
-        feedback.settle()
-    assert np.count_nonzero(arrived) < 0.5 * numel
-    np.testing.assert_allclose(arrived + feedback.residual, gradients.sum(0, dtype=np.float64), atol=1e-4)
 
 
 def descend(name: str, *, feedback: bool) -> float:

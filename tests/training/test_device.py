@@ -527,7 +527,7 @@ def test_vectors_lie_on_a_device_if_they_fit_beside_what_a_step_took(monkeypatch
     # The last round's vector and two of error feedback; before the first step also two of the optimizer.
     cases = ((5, 0, True), (4.9, 0, False), (3, 1, True), (2.9, 1, False), (-1, 1, False))
     for free_vectors, step, fits in cases:
-        monkeypatch.setattr(placement, "free_bytes", lambda device, free=free_vectors: free * 712.0)
+        monkeypatch.setattr(placement, "spare_bytes", lambda device, free=free_vectors: free * 712.0)
         net = toy.model()
         replica = Replica(UpdateRule(torch.optim.SGD(net.parameters(), lr=0.1)))
         replica.step = step
