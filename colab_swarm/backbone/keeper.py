@@ -27,11 +27,12 @@ from colab_swarm.backbone.config import CollaborationFile, Forward
 from colab_swarm.dht.service import BackgroundTasks
 from colab_swarm.errors import PeerError, StateError, require
 from colab_swarm.events import Fault
-from colab_swarm.files import StepFiles, write_file
+from colab_swarm.files import StepFiles
 from colab_swarm.net.peers import PeerId, end_tasks
 from colab_swarm.runtime import loop_now
 from colab_swarm.snapshot import Checkpoint, KeptModel
 from colab_swarm.tensors.chunks import Snapshot
+from colab_swarm.tensors.statedict import write_state
 from colab_swarm.training.records import ProgressRecord, progress_key
 from colab_swarm.training.settings import PeerServices
 from colab_swarm.training.state import check_snapshot, download_state, read_snapshot
@@ -200,7 +201,7 @@ class Vault(StepFiles):
         """Write a snapshot, or nothing; raises StateError if it is unsound, or the disk is full."""
         check_snapshot(snapshot)
         path = self.file_of(snapshot.manifest.step)
-        write_file(path, [snapshot.blob.data], sync=True)
+        write_state(path, [snapshot.blob.data])
         self.prune(path)
         self.checkpoints = self._on_disk()
         return path

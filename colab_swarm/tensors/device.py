@@ -166,6 +166,12 @@ def carry_in(values: torch.Tensor, device: torch.device) -> torch.Tensor:
     return carried
 
 
+def carry_numbers(numbers: Sequence[float], device: torch.device) -> torch.Tensor:
+    """Return these numbers on the device, as float32; nothing waits for it."""
+    is_pinned = device.type == "cuda"
+    return carry_in(torch.tensor(numbers, dtype=torch.float32, device="cpu", pin_memory=is_pinned), device)
+
+
 class Arrival:
     """A tensor on its way to main memory, beside what its device computes next. `read` waits for it."""
 
@@ -187,7 +193,7 @@ class Arrival:
         return self._copy
 
 
-class Moment:
+class DeviceTimestamp:
     """Now; on a GPU, when it has done what was enqueued until now."""
 
     def __init__(self, device: torch.device, now: float) -> None:
@@ -201,7 +207,7 @@ class Moment:
     def passed(self) -> bool:
         return self._event is None or self._event.query()
 
-    def since(self, earlier: "Moment") -> float:
+    def since(self, earlier: "DeviceTimestamp") -> float:
         """Return the seconds between two moments that have passed."""
         if self._event is None:
             return self._at - earlier._at

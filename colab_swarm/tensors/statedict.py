@@ -7,9 +7,9 @@ exactly one entry, which stand for what JSON cannot express:
 
     {"tensor": name}   {"bytes": base64}   {"tuple": [item, …]}   {"dict": [[key, value], …]}
 
-A file's metadata are a BLAKE3 hash of all its other bytes, and the skeleton. Late joiners get the
-bytes of a checkpoint (`colab_swarm.tensors.chunks`). They may come from a stranger: `tensors_of` and
-`unflatten` check all of them. A relay keeps checkpoints without torch.
+The skeleton is in a file's metadata. So is a place for the file's BLAKE3 hash, filled on disk only:
+on the wire each chunk has its own (`colab_swarm.tensors.chunks`). The bytes may come from a stranger:
+`tensors_of` and `unflatten` check all of them. A relay keeps checkpoints without torch.
 """
 
 import base64
@@ -25,6 +25,7 @@ from blake3 import blake3
 from numpy.typing import NDArray
 
 from colab_swarm.errors import StateError, require
+from colab_swarm.files import write_file
 from colab_swarm.tensors.tensor_file import (
     KIND_NAMES,
     KINDS,
@@ -44,7 +45,8 @@ MAX_NODES = 1_000_000
 VERSION = "1"
 PLAIN = str | int | float | bytes | None  # types of the keys of a dictionary
 _FIRST = b'{"__metadata__":{"blake3":"'  # of each head, so the hash has one place
-_CHECKSUM = slice(8 + len(_FIRST), 8 + len(_FIRST) + 64)
+_HASH = slice(8 + len(_FIRST), 8 + len(_FIRST) + 64)
+_BLANK = b"0" * 64
 _BFLOAT16_EXPONENT = 0x7F80
 
 
@@ -182,11 +184,9 @@ def file_parts(state: Any) -> list[memoryview]:
         data = tensor.reshape(-1).view(torch.uint8).numpy().data
         parts[name, kind, tuple(tensor.shape)] = data
     ordered = sorted(parts, key=lambda part: (-KINDS[part[1]][1], part[0]))
-    metadata = {"blake3": "0" * 64, "colab_swarm": VERSION, "skeleton": skeleton.decode()}
-    head = memoryview(bytearray(head_of(ordered, metadata)))
-    values = [parts[description] for description in ordered]
-    head[_CHECKSUM] = checksum_of([head, *values])
-    return [head, *values]
+    metadata = {"blake3": _BLANK.decode(), "colab_swarm": VERSION, "skeleton": skeleton.decode()}
+    head = memoryview(head_of(ordered, metadata))
+    return [head, *(parts[description] for description in ordered)]
 
 
 def pack(state: Any) -> Blob:
@@ -207,13 +207,13 @@ class TensorBytes:
 def tensors_of(blob: Blob, source: object = "the state") -> tuple[dict[str, TensorBytes], bytes]:
     """Return the tensors of a stranger's file, as views, and its unchecked skeleton; ``source`` names it in errors.
 
-    Raises StateError if it is cut off, damaged, or of another program or version.
+    Raises StateError if it is cut off, or of another program or version.
     """
     data = memoryview(blob.data)
     tensors: dict[str, TensorBytes] = {}
     try:
         head = read_head(data)
-        is_ours = head.metadata.get("colab_swarm") == VERSION and bytes(data[8 : _CHECKSUM.start]) == _FIRST
+        is_ours = head.metadata.get("colab_swarm") == VERSION and bytes(data[8 : _HASH.start]) == _FIRST
         require(is_ours, "it is not a checkpoint of this version of colab_swarm")
         at = head.size_bytes
         for name, entry in sorted(head.entries.items(), key=lambda item: item[1].data_offsets):
@@ -227,20 +227,9 @@ def tensors_of(blob: Blob, source: object = "the state") -> tuple[dict[str, Tens
             tensors[name] = TensorBytes(kind, entry.shape, data[begin:end])
             at = end
         require(at == len(data), f"it has {len(data):,} bytes, and {at:,} by its head")
-        is_sound = bytes(data[_CHECKSUM]) == checksum_of([data])
-        require(is_sound, "it is damaged: its contents do not match their checksum")
         return tensors, head.metadata["skeleton"].encode()
     except (ValueError, LookupError) as error:
         raise StateError(f"{source} cannot be read: {error}") from error
-
-
-def checksum_of(parts: Sequence[memoryview]) -> bytes:
-    """Return the BLAKE3 hash of a file in parts, but for the hash in the first part, in hex."""
-    first, *rest = parts
-    total = blake3(first[: _CHECKSUM.start])
-    for part in (first[_CHECKSUM.stop :], *rest):
-        total.update(part)
-    return total.hexdigest().encode()
 
 
 def require_finite(tensors: Mapping[str, TensorBytes]) -> None:
@@ -282,10 +271,33 @@ def unpack(blob: Blob) -> Any:
     return unflatten(as_tensors(tensors), skeleton)
 
 
-def read_blob(path: Path) -> Blob:
-    """Return the bytes of a file; raises FileNotFoundError, or StateError if the disk refuses it."""
+def write_state(path: Path, parts: Sequence[memoryview]) -> None:
+    """Write a state's file, in parts as of `file_parts`, with its hash, and sync it; StateError if the disk refuses."""
+    first, *rest = parts
+    write_file(path, [first[: _HASH.start], _hash_of(parts), first[_HASH.stop :], *rest], sync=True)
+
+
+def read_state(path: Path) -> Blob:
+    """Return a state's file as it is on the wire, in new memory.
+
+    Raises FileNotFoundError, or StateError if it is cut off, damaged, or of another program or version.
+    """
     require(path.exists(), f"no checkpoint at {path}", FileNotFoundError)
     try:
-        return np.fromfile(path, np.uint8)
+        blob = np.fromfile(path, np.uint8)
     except OSError as error:
         raise StateError(f"{path} cannot be read: {error}") from error
+    tensors_of(blob, path)
+    data = memoryview(blob.data)
+    written_hash = bytes(data[_HASH])
+    data[_HASH] = _BLANK
+    text = f"{path} is damaged: its contents do not match their hash"
+    require(written_hash == _hash_of([data]), text, StateError)
+    return blob
+
+
+def _hash_of(parts: Sequence[memoryview]) -> bytes:
+    total = blake3()
+    for part in parts:
+        total.update(part)
+    return total.hexdigest().encode()

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 
 from colab_swarm.averaging.result import RoundResult
 from colab_swarm.errors import HostError, require
-from colab_swarm.tensors.device import Flag, carry_in, floats_of
+from colab_swarm.tensors.device import Flag, carry_numbers, floats_of
 from colab_swarm.training.buffers import averaged_by_name, buffers_of
 from colab_swarm.training.flat import FlatValues, GradientSum, clear_gradients, set_gradients, trained_by
 from colab_swarm.training.gradients import MeanLoss, finite_gradients, require_gradient
@@ -86,11 +86,7 @@ class RankSum:
             counts = finite.value.to(self._counts.device)
             self._counts[0] = counts.logical_not() * samples
             used = [float(parameter.grad is not None) for parameter in self._parameters]
-            is_pinned = counts.device.type == "cuda"
-            numbers = torch.tensor(
-                [samples, weight, *used], dtype=torch.float32, device="cpu", pin_memory=is_pinned
-            )
-            self._counts[3:] = carry_in(numbers, counts.device) * counts  # nothing waits for it
+            self._counts[3:] = carry_numbers([samples, weight, *used], counts.device) * counts
         # Of weight 1, so that ranks can be added.
         total.mean(1.0)
         clear_gradients(self._parameters)

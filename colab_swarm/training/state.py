@@ -19,7 +19,7 @@ import msgspec
 
 from colab_swarm.averaging.router import PrefixRouter
 from colab_swarm.errors import PeerError, PeerLost, PeerTimeout, PeerUnreachable, StateError, require
-from colab_swarm.files import StepFiles, write_file
+from colab_swarm.files import StepFiles
 from colab_swarm.net.node import Node
 from colab_swarm.net.peers import Message, PeerId, Refusal, Role, Stream, remember, short
 from colab_swarm.tensors.chunks import (
@@ -39,10 +39,11 @@ from colab_swarm.tensors.statedict import (
     Blob,
     as_tensors,
     file_parts,
-    read_blob,
+    read_state,
     require_finite,
     tensors_of,
     unflatten,
+    write_state,
 )
 from colab_swarm.tensors.tensor_file import KIND_NAMES, read_head
 
@@ -64,7 +65,7 @@ def save_checkpoint(path: str | Path, state: Any) -> None:
     The state is anything that `flatten` takes, such as a dictionary with some ``state_dict()``.
     Raises `StateError` if the disk is full, `TypeError` if a part cannot be saved without pickle.
     """
-    write_file(Path(path), file_parts(state), sync=True)
+    write_state(Path(path), file_parts(state))
 
 
 def load_checkpoint(path: str | Path) -> Any:
@@ -72,7 +73,7 @@ def load_checkpoint(path: str | Path) -> Any:
 
     Raises FileNotFoundError, or `StateError` if it is truncated, damaged or not a checkpoint of this package.
     """
-    tensors, skeleton = tensors_of(read_blob(Path(path)), path)
+    tensors, skeleton = tensors_of(read_state(Path(path)))
     return unflatten(as_tensors(tensors), skeleton)
 
 
@@ -282,7 +283,7 @@ def check_snapshot(snapshot: Snapshot) -> None:
 
 def read_snapshot(path: Path) -> Snapshot:
     """Return the snapshot in a file; raises `StateError` if it is not a training state."""
-    blob = read_blob(path)
+    blob = read_state(path)
     step, lineage = _step_and_lineage(blob, path)
     return Snapshot.of(lineage, step, blob)
 

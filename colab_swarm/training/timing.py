@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from colab_swarm.tensors.device import Moment, copied
+from colab_swarm.tensors.device import DeviceTimestamp, copied
 from colab_swarm.training.settings import Due
 
 
@@ -25,9 +25,9 @@ class StepTimes:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._before: Moment | None = None  # the end of the last `step()`
-        self._began: Moment | None = None  # the begin of this one, until it ends
-        self._coming: deque[tuple[Turn, Moment, Moment, Moment]] = deque()
+        self._before: DeviceTimestamp | None = None  # the end of the last `step()`
+        self._began: DeviceTimestamp | None = None  # the begin of this one, until it ends
+        self._coming: deque[tuple[Turn, DeviceTimestamp, DeviceTimestamp, DeviceTimestamp]] = deque()
         self.turns: deque[Turn] = deque(maxlen=4096)
 
     def begin(self, now: float) -> None:
@@ -35,10 +35,10 @@ class StepTimes:
         # Other devices compute beside the host too, and the time says nothing of it.
         if self._began is not None or self._device.type not in ("cpu", "cuda"):
             self._before = None
-        self._began = Moment(self._device, now)
+        self._began = DeviceTimestamp(self._device, now)
 
     def end(self, now: float, due: Due) -> None:
-        ended = Moment(self._device, now)
+        ended = DeviceTimestamp(self._device, now)
         if self._before is not None and self._began is not None:
             turn = Turn(now, due, copied.out_bytes + copied.in_bytes)
             self._coming.append((turn, self._before, self._began, ended))
