@@ -198,7 +198,7 @@ class ChunkDownload:
             if data is None or len(data) != self._manifest.length(chunk):
                 missing.append(chunk)
             else:
-                self._put(chunk, data)
+                memoryview(self.blob.data)[self._manifest.span(chunk)] = data
         self._queue = missing
 
     async def run(self, donors: Iterable[PeerId], timeout_s: float = CHUNK_TIMEOUT_S) -> None:
@@ -257,11 +257,9 @@ class ChunkDownload:
         request = self._request(tuple(map(self._manifest.digest, pending)))
         async with await self._peers.stream(donor, request, timeout_s=CHUNK_TIMEOUT_S) as stream:
             while pending:
-                digest = self._manifest.digest(pending[0])
-                size_bytes = self._manifest.length(pending[0])
-                self._put(pending[0], await receive_chunk(stream, digest, size_bytes))
+                chunk = pending[0]
+                size_bytes = self._manifest.length(chunk)
+                data = await receive_chunk(stream, self._manifest.digest(chunk), size_bytes)
+                memoryview(self.blob.data)[self._manifest.span(chunk)] = data
                 del pending[0]
                 self.used.add(donor)
-
-    def _put(self, chunk: int, data: Buffer) -> None:
-        memoryview(self.blob.data)[self._manifest.span(chunk)] = data

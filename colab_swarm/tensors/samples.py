@@ -5,6 +5,7 @@ column of three samples, and time comes first in some batches. Where several rea
 """
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -101,6 +102,7 @@ def _tensors(part: Any) -> list[torch.Tensor]:
     return [tensor for inner in part for tensor in _tensors(inner)]
 
 
+@dataclass
 class SampleCounter:
     """Counts the batches of one loader; ``batch_size``, where the user gave it, is what a full one counts.
 
@@ -110,22 +112,21 @@ class SampleCounter:
             smaller batch counts its rows.
     """
 
-    def __init__(self, loader: Any = None, batch_size: float | None = None) -> None:
-        self._loader = loader
-        self._batch_size = batch_size
-        self._rows_are_samples = False
+    loader: Any = None
+    batch_size: float | None = None
+    _rows_are_samples: bool = field(default=False, init=False)
 
     def count(self, batch: Any, index: int) -> float | None:
         """Return the samples of the loader's batch number ``index``; None where nothing says."""
-        rows = samples_of(batch, self._loader, index)
-        full = self._batch_size
+        rows = samples_of(batch, self.loader, index)
+        full = self.batch_size
         if full is None or rows == 0:
             return rows
         self._rows_are_samples |= rows == full
         if self._rows_are_samples and rows is not None and rows < full:
             return rows
-        drawn = _drawn(self._loader, index)
-        drawn_full = _full_size(self._loader)
+        drawn = _drawn(self.loader, index)
+        drawn_full = _full_size(self.loader)
         if drawn is None or drawn_full is None:
             return full
         return full * drawn / drawn_full

@@ -31,8 +31,8 @@ from colab_swarm.tensors.tensor_file import (
     KINDS,
     METADATA,
     Description,
-    head_of,
-    read_head,
+    decode_head,
+    encode_head,
 )
 
 if TYPE_CHECKING:
@@ -61,12 +61,6 @@ def flatten(state: Any) -> "tuple[dict[str, torch.Tensor], bytes]":
     walk = _Walk({})
     skeleton = walk.split(state, "", 0)
     return walk.tensors, json.dumps(skeleton, ensure_ascii=False, separators=(",", ":")).encode()
-
-
-def copied(state: Any) -> Any:
-    """Return a copy of the state, with its tensors on the CPU; raises as `flatten` does."""
-    tensors, skeleton = flatten(state)
-    return unflatten({name: tensor.clone() for name, tensor in tensors.items()}, skeleton)
 
 
 def unflatten(tensors: Mapping[str, Any], skeleton: bytes) -> Any:
@@ -185,7 +179,7 @@ def file_parts(state: Any) -> list[memoryview]:
         parts[name, kind, tuple(tensor.shape)] = data
     ordered = sorted(parts, key=lambda part: (-KINDS[part[1]][1], part[0]))
     metadata = {"blake3": _BLANK.decode(), "colab_swarm": VERSION, "skeleton": skeleton.decode()}
-    head = memoryview(head_of(ordered, metadata))
+    head = memoryview(encode_head(ordered, metadata))
     return [head, *(parts[description] for description in ordered)]
 
 
@@ -212,7 +206,7 @@ def tensors_of(blob: Blob, source: object = "the state") -> tuple[dict[str, Tens
     data = memoryview(blob.data)
     tensors: dict[str, TensorBytes] = {}
     try:
-        head = read_head(data)
+        head = decode_head(data)
         is_ours = head.metadata.get("colab_swarm") == VERSION and bytes(data[8 : _HASH.start]) == _FIRST
         require(is_ours, "it is not a checkpoint of this version of colab_swarm")
         at = head.size_bytes
@@ -244,31 +238,27 @@ def require_finite(tensors: Mapping[str, TensorBytes]) -> None:
         require(is_finite, f"the state holds NaN or infinite values in {name[:80]!r}", StateError)
 
 
-def as_tensors(tensors: Mapping[str, TensorBytes]) -> "dict[str, torch.Tensor]":
-    """Return tensors that share this memory; raises `StateError` if a shape is impossible."""
+def unpack(blob: Blob, *, finite: bool = True) -> Any:
+    """Return a stranger's state, which shares the blob's memory.
+
+    Raises StateError if the file, a shape or the skeleton is invalid, or, with ``finite``, a value is NaN or infinite.
+    """
     import torch
 
-    views: dict[str, torch.Tensor] = {}
-    for name, encoded in tensors.items():
+    encoded_tensors, skeleton = tensors_of(blob)
+    if finite:
+        require_finite(encoded_tensors)
+    tensors: dict[str, torch.Tensor] = {}
+    for name, encoded in encoded_tensors.items():
         if encoded.data.nbytes:
             flat = torch.frombuffer(encoded.data, dtype=torch.uint8)
         else:
             flat = torch.empty(0).byte()
         try:
-            views[name] = flat.view(getattr(torch, encoded.kind)).reshape(encoded.shape)
+            tensors[name] = flat.view(getattr(torch, encoded.kind)).reshape(encoded.shape)
         except (RuntimeError, TypeError, ValueError, OverflowError) as error:  # such as (0, 2**64)
             raise StateError(f"the state has an invalid tensor {name[:80]!r}: {error}") from error
-    return views
-
-
-def unpack(blob: Blob) -> Any:
-    """Return a stranger's state, which shares the blob's memory.
-
-    Raises StateError if the file or the skeleton is invalid, or a value is not finite.
-    """
-    tensors, skeleton = tensors_of(blob)
-    require_finite(tensors)
-    return unflatten(as_tensors(tensors), skeleton)
+    return unflatten(tensors, skeleton)
 
 
 def write_state(path: Path, parts: Sequence[memoryview]) -> None:

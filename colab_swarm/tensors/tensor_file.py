@@ -55,7 +55,7 @@ class FileHead:
     size_bytes: int  # where the values begin
 
 
-def head_of(tensors: Iterable[Description], metadata: Mapping[str, str] | None = None) -> bytes:
+def encode_head(tensors: Iterable[Description], metadata: Mapping[str, str] | None = None) -> bytes:
     """Return the head of a file with these tensors in this order; the metadata come first in it."""
     head: dict[str, object] = {}
     if metadata is not None:
@@ -68,16 +68,15 @@ def head_of(tensors: Iterable[Description], metadata: Mapping[str, str] | None =
         head[name] = TensorEntry(file_kind, shape, (begin, end))
     text = msgspec.json.encode(head)
     text += b" " * (-len(text) % _SIZE_BYTES)
-    require(
-        len(text) <= MAX_HEAD_BYTES, f"{len(head)} named tensors and their metadata need {len(text):,} bytes"
-    )
+    require(len(text) <= MAX_HEAD_BYTES, f"the head of {len(head)} tensors has {len(text):,} bytes")
     return len(text).to_bytes(_SIZE_BYTES, "little") + text
 
 
-def read_head(data: Buffer) -> FileHead:
+def decode_head(data: Buffer) -> FileHead:
     """Return the head of a stranger's file, of which ``data`` is the beginning; raises ValueError if it is none."""
-    end = _SIZE_BYTES + int.from_bytes(data[:_SIZE_BYTES], "little")
-    require(end <= min(len(data), MAX_HEAD_BYTES), "its head is cut off or too large")
+    text_bytes = int.from_bytes(data[:_SIZE_BYTES], "little")
+    end = _SIZE_BYTES + text_bytes
+    require(text_bytes <= MAX_HEAD_BYTES and end <= len(data), "its head is cut off or too large")
     try:
         parts = msgspec.json.decode(data[_SIZE_BYTES:end], type=dict[str, msgspec.Raw])
         metadata = msgspec.json.decode(parts.pop(METADATA, msgspec.Raw(b"{}")), type=dict[str, str])

@@ -12,11 +12,11 @@ from typing import Any
 from colab_swarm.dht.service import BackgroundTasks
 from colab_swarm.errors import StateError
 from colab_swarm.events import Fault
-from colab_swarm.tensors.statedict import copied
+from colab_swarm.tensors.statedict import pack, write_state
 from colab_swarm.training.gradients import Gradients
 from colab_swarm.training.replica import Replica
 from colab_swarm.training.settings import PeerServices
-from colab_swarm.training.state import CheckpointFolder, save_checkpoint
+from colab_swarm.training.state import CheckpointFolder
 
 logger = logging.getLogger(__name__)
 
@@ -82,11 +82,12 @@ class TrainerCheckpoint:
     def save(self, target: str | Path | CheckpointFolder) -> None:
         """Write a checkpoint to a file, or into a folder: see `SwarmOptimizer.save`."""
         with self._replica.lock:
-            state = copied(self.state())
+            step = self._replica.step
+            file = [memoryview(pack(self.state()).data)]
         if isinstance(target, CheckpointFolder):
-            target.save(state["step"], state)
+            target.write(step, file)
         else:
-            save_checkpoint(target, state)
+            write_state(Path(target), file)
 
 
 class ProgressSaver:

@@ -37,15 +37,15 @@ from colab_swarm.tensors.chunks import (
 )
 from colab_swarm.tensors.statedict import (
     Blob,
-    as_tensors,
     file_parts,
     read_state,
     require_finite,
     tensors_of,
     unflatten,
+    unpack,
     write_state,
 )
-from colab_swarm.tensors.tensor_file import KIND_NAMES, read_head
+from colab_swarm.tensors.tensor_file import KIND_NAMES, decode_head
 
 logger = logging.getLogger(__name__)
 
@@ -73,8 +73,7 @@ def load_checkpoint(path: str | Path) -> Any:
 
     Raises FileNotFoundError, or `StateError` if it is truncated, damaged or not a checkpoint of this package.
     """
-    tensors, skeleton = tensors_of(read_state(Path(path)))
-    return unflatten(as_tensors(tensors), skeleton)
+    return unpack(read_state(Path(path)), finite=False)
 
 
 class CheckpointFolder(StepFiles):
@@ -89,8 +88,12 @@ class CheckpointFolder(StepFiles):
 
         Raises `StateError` if the disk refuses it.
         """
+        return self.write(step, file_parts(state))
+
+    def write(self, step: int, parts: Sequence[memoryview]) -> Path:
+        """Save the file of a state, in parts as of `file_parts`."""
         path = self.file_of(step)
-        save_checkpoint(path, state)
+        write_state(path, parts)
         self.set_aside(path)
         self.prune(path)
         return path
@@ -210,7 +213,7 @@ async def kinds_at(peers: Node, prefix: str, donors: Sequence[PeerId]) -> dict[s
         request = partial(FetchState, prefix=prefix, root=manifest.root)
         beginning = ChunkDownload(peers, manifest, request, chunks=REQUEST_CHUNKS)
         await beginning.run(holders, _KINDS_TIMEOUT_S)
-        head = read_head(beginning.blob.data)
+        head = decode_head(beginning.blob.data)
     except (StateError, ValueError):  # such as a head of more chunks
         return {}
     kinds = {}

@@ -13,7 +13,7 @@ import zstandard
 from torch import nn
 
 from colab_swarm.errors import require
-from colab_swarm.tensors.tensor_file import head_of, read_head
+from colab_swarm.tensors.tensor_file import decode_head, encode_head
 
 Floats: TypeAlias = npt.NDArray[np.float32]
 
@@ -61,7 +61,7 @@ class Schema:
 
     def head(self) -> bytes:
         """Return the head of a safetensors file with these tensors, as float32 in order."""
-        return head_of((name, "float32", shape) for name, shape in self.entries)
+        return encode_head((name, "float32", shape) for name, shape in self.entries)
 
     def encode(self, values: Floats) -> bytes:
         """Return ``values`` (numel,) as a safetensors file."""
@@ -105,7 +105,7 @@ class Schema:
     def difference(self, data: bytes | memoryview) -> str:
         """Return how a file's head differs from this: a stranger's words, but short and plain."""
         try:
-            entries = {(name, entry.shape) for name, entry in read_head(data).entries.items()}
+            entries = {(name, entry.shape) for name, entry in decode_head(data).entries.items()}
         except ValueError:
             return "not a safetensors file"
         expected = set(self.entries)

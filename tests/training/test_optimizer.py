@@ -4,7 +4,7 @@ import asyncio
 import inspect
 import statistics
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from functools import cache, partial
 from pathlib import Path
@@ -26,10 +26,11 @@ from colab_swarm.sim.profiles import PROFILES, HostProfile
 from colab_swarm.swarm.simulation import Simulation
 from colab_swarm.swarm.swarm import Swarm
 from colab_swarm.tensors.chunks import Snapshot
+from colab_swarm.tensors.statedict import write_state
 from colab_swarm.training.layerwise import Lamb
 from colab_swarm.training.replica import Replica
 from colab_swarm.training.settings import TrainingSettings
-from colab_swarm.training.state import load_checkpoint, save_checkpoint
+from colab_swarm.training.state import load_checkpoint
 from tests.training import toy
 
 
@@ -296,10 +297,10 @@ def test_an_update_waits_until_a_save_by_another_thread_is_done(
 ) -> None:
     writing, go_on = threading.Event(), threading.Event()
 
-    def slow_save(path: Path, state: dict[str, Any]) -> None:
+    def slow_write(path: Path, parts: Sequence[memoryview]) -> None:
         writing.set()
         assert go_on.wait(10)
-        save_checkpoint(path, state)
+        write_state(path, parts)
 
     def train(swarm: Swarm) -> None:
         optimizer = toy.join_training(swarm, net := toy.model())
@@ -312,7 +313,7 @@ def test_an_update_waits_until_a_save_by_another_thread_is_done(
         saver.join()
         assert load_checkpoint(tmp_path / "saved")["step"] == 0 and optimizer.global_step == 1
 
-    monkeypatch.setattr("colab_swarm.training.saving.save_checkpoint", slow_save)
+    monkeypatch.setattr("colab_swarm.training.saving.write_state", slow_write)
     toy.alone(train)
 
 

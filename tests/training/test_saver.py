@@ -1,6 +1,7 @@
 """Progress in a kept peer's folder: new steps only, nothing of a branch that was left, and no end to training."""
 
 import asyncio
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -32,11 +33,11 @@ def test_only_new_steps_are_written_and_the_last_two_stay(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     saved: list[int] = []
-    save = CheckpointFolder.save
+    write = CheckpointFolder.write
 
-    def counted(folder: CheckpointFolder, step: int, state: object) -> Path:
+    def counted(folder: CheckpointFolder, step: int, parts: Sequence[memoryview]) -> Path:
         saved.append(step)
-        return save(folder, step, state)
+        return write(folder, step, parts)
 
     def train(swarm: Swarm) -> None:
         optimizer = kept_in(swarm, tmp_path / "kept", net := torch.nn.Linear(3, 1))
@@ -59,7 +60,7 @@ def test_only_new_steps_are_written_and_the_last_two_stay(
         wait_for_saving()
         assert steps_in(tmp_path / "kept") == [1]  # the others were of a branch that the swarm left
 
-    monkeypatch.setattr(CheckpointFolder, "save", counted)
+    monkeypatch.setattr(CheckpointFolder, "write", counted)
     alone(train)
 
 
@@ -72,7 +73,7 @@ def test_a_full_disk_is_reported_and_saving_is_tried_again(
     def save(swarm: Swarm) -> None:
         kept_in(swarm, tmp_path)
         with monkeypatch.context() as patched:
-            patched.setattr(CheckpointFolder, "save", full)
+            patched.setattr(CheckpointFolder, "write", full)
             swarm.runtime.call(asyncio.sleep(SAVE_S + 1))
         [fault] = swarm.events.recent(Fault)
         assert (fault.where, fault.text) == ("saving progress", "no room") and not steps_in(tmp_path)
