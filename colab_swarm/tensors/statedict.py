@@ -7,33 +7,29 @@ exactly one entry, which stand for what JSON cannot express:
 
     {"tensor": name}   {"bytes": base64}   {"tuple": [item, …]}   {"dict": [[key, value], …]}
 
-The skeleton is in a file's metadata. So is a place for the file's BLAKE3 hash, filled on disk only:
-on the wire each chunk has its own (`colab_swarm.tensors.chunks`). The bytes may come from a stranger:
-`tensors_of` and `unflatten` check all of them. A relay keeps checkpoints without torch.
+A file is the size of its head (uint64), the head as JSON, and the tensors' values without gaps
+(https://huggingface.co/docs/safetensors). The skeleton is in the head's metadata. So is a place for the
+file's BLAKE3 hash, filled on disk only: on the wire each chunk has its own (`tensors.chunks`). The bytes
+may come from a stranger: `tensors_of` and `unflatten` check all of them. A relay keeps checkpoints
+without torch.
 """
 
 import base64
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
+import msgspec
 import numpy as np
 from blake3 import blake3
 from numpy.typing import NDArray
 
 from colab_swarm.errors import StateError, require
 from colab_swarm.files import write_file
-from colab_swarm.tensors.tensor_file import (
-    KIND_NAMES,
-    KINDS,
-    METADATA,
-    Description,
-    decode_head,
-    encode_head,
-)
+from colab_swarm.net.peers import UNDECODABLE, Buffer
 
 if TYPE_CHECKING:
     import torch
@@ -44,10 +40,41 @@ MAX_DEPTH = 32
 MAX_NODES = 1_000_000
 VERSION = "1"
 PLAIN = str | int | float | bytes | None  # types of the keys of a dictionary
+MAX_HEAD_BYTES = 100_000_000  # as in the library safetensors
+MAX_DIMENSIONS = 64  # of a tensor, as in numpy
+# allowed types of values, as torch names them: the name in a file, and the size in bytes
+KINDS = {
+    "bool": ("BOOL", 1),
+    "uint8": ("U8", 1),
+    "int8": ("I8", 1),
+    "int16": ("I16", 2),
+    "int32": ("I32", 4),
+    "int64": ("I64", 8),
+    "float16": ("F16", 2),
+    "bfloat16": ("BF16", 2),
+    "float32": ("F32", 4),
+    "float64": ("F64", 8),
+    "complex64": ("C64", 8),
+}
+KIND_NAMES = {name: kind for kind, (name, _) in KINDS.items()}
+METADATA = "__metadata__"
+_SIZE_BYTES = 8  # of the head's size
 _FIRST = b'{"__metadata__":{"blake3":"'  # of each head, so the hash has one place
-_HASH = slice(8 + len(_FIRST), 8 + len(_FIRST) + 64)
+_HASH = slice(_SIZE_BYTES + len(_FIRST), _SIZE_BYTES + len(_FIRST) + 64)
 _BLANK = b"0" * 64
 _BFLOAT16_EXPONENT = 0x7F80
+
+# Of a tensor: its name, its kind (one of `KINDS`), and its shape.
+Description: TypeAlias = tuple[str, str, tuple[int, ...]]
+_Whole: TypeAlias = Annotated[int, msgspec.Meta(ge=0)]
+
+
+class TensorEntry(msgspec.Struct, frozen=True):
+    """A tensor in a file's head; ``data_offsets`` count from the head's end."""
+
+    dtype: str
+    shape: Annotated[tuple[_Whole, ...], msgspec.Meta(max_length=MAX_DIMENSIONS)]
+    data_offsets: tuple[_Whole, _Whole]
 
 
 def flatten(state: Any) -> "tuple[dict[str, torch.Tensor], bytes]":
@@ -164,6 +191,40 @@ class _Walk:
         )
 
 
+def encode_head(tensors: Iterable[Description], metadata: Mapping[str, str] | None = None) -> bytes:
+    """Return the head of a file with these tensors in this order; the metadata come first in it."""
+    head: dict[str, object] = {}
+    if metadata is not None:
+        head[METADATA] = metadata
+    end = 0
+    for name, kind, shape in tensors:
+        file_kind, value_bytes = KINDS[kind]
+        begin = end
+        end = begin + value_bytes * math.prod(shape)
+        head[name] = TensorEntry(file_kind, shape, (begin, end))
+    text = msgspec.json.encode(head)
+    text += b" " * (-len(text) % _SIZE_BYTES)
+    require(len(text) <= MAX_HEAD_BYTES, f"the head of {len(head)} tensors has {len(text):,} bytes")
+    return len(text).to_bytes(_SIZE_BYTES, "little") + text
+
+
+def decode_head(data: Buffer) -> tuple[dict[str, TensorEntry], dict[str, str], int]:
+    """Return the tensors of a stranger's file, its metadata, and where the values begin; ``data`` may be its beginning.
+
+    Raises ValueError if it is none.
+    """
+    text_bytes = int.from_bytes(data[:_SIZE_BYTES], "little")
+    end = _SIZE_BYTES + text_bytes
+    require(text_bytes <= MAX_HEAD_BYTES and end <= len(data), "its head is cut off or too large")
+    try:
+        parts = msgspec.json.decode(data[_SIZE_BYTES:end], type=dict[str, msgspec.Raw])
+        metadata = msgspec.json.decode(parts.pop(METADATA, msgspec.Raw(b"{}")), type=dict[str, str])
+        entries = {name: msgspec.json.decode(part, type=TensorEntry) for name, part in parts.items()}
+    except UNDECODABLE as error:
+        raise ValueError(f"its head cannot be read: {error}") from error
+    return entries, metadata, end
+
+
 def file_parts(state: Any) -> list[memoryview]:
     """Return the parts of a state's file, one after another: its head, and views of the tensors' memory.
 
@@ -206,22 +267,23 @@ def tensors_of(blob: Blob, source: object = "the state") -> tuple[dict[str, Tens
     data = memoryview(blob.data)
     tensors: dict[str, TensorBytes] = {}
     try:
-        head = decode_head(data)
-        is_ours = head.metadata.get("colab_swarm") == VERSION and bytes(data[8 : _HASH.start]) == _FIRST
+        entries, metadata, first = decode_head(data)
+        is_ours = metadata.get("colab_swarm") == VERSION and bytes(data[_SIZE_BYTES : _HASH.start]) == _FIRST
         require(is_ours, "it is not a checkpoint of this version of colab_swarm")
-        at = head.size_bytes
-        for name, entry in sorted(head.entries.items(), key=lambda item: item[1].data_offsets):
+        at = first
+        for name, entry in sorted(entries.items(), key=lambda item: item[1].data_offsets):
             kind = KIND_NAMES[entry.dtype]
             value_bytes = KINDS[kind][1]
-            begin, end = [head.size_bytes + offset for offset in entry.data_offsets]
-            fits = (
-                begin == at and end == begin + value_bytes * math.prod(entry.shape) and at % value_bytes == 0
+            begin, end = [first + offset for offset in entry.data_offsets]
+            is_whole = end - begin == value_bytes * math.prod(entry.shape)
+            is_in_place = begin == at and begin % value_bytes == 0
+            require(
+                is_whole and is_in_place, f"tensor {name[:80]!r} is not where its head says, or not as large"
             )
-            require(fits, f"tensor {name[:80]!r} is not where its head says, or not as large")
             tensors[name] = TensorBytes(kind, entry.shape, data[begin:end])
             at = end
         require(at == len(data), f"it has {len(data):,} bytes, and {at:,} by its head")
-        return tensors, head.metadata["skeleton"].encode()
+        return tensors, metadata["skeleton"].encode()
     except (ValueError, LookupError) as error:
         raise StateError(f"{source} cannot be read: {error}") from error
 

@@ -13,7 +13,7 @@ import torch
 from colab_swarm.errors import require
 from colab_swarm.tensors.codecs import Floats
 from colab_swarm.tensors.device import copy_in, host_copy, to_host
-from colab_swarm.tensors.tensor_file import KINDS
+from colab_swarm.tensors.statedict import KINDS
 from colab_swarm.training.flat import FlatValues
 
 _COUNT = "num_batches_tracked"  # of BatchNorm: an integer of which a rounded mean is right

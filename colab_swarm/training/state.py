@@ -36,7 +36,9 @@ from colab_swarm.tensors.chunks import (
     silence_s,
 )
 from colab_swarm.tensors.statedict import (
+    KIND_NAMES,
     Blob,
+    decode_head,
     file_parts,
     read_state,
     require_finite,
@@ -45,7 +47,6 @@ from colab_swarm.tensors.statedict import (
     unpack,
     write_state,
 )
-from colab_swarm.tensors.tensor_file import KIND_NAMES, decode_head
 
 logger = logging.getLogger(__name__)
 
@@ -213,11 +214,11 @@ async def kinds_at(peers: Node, prefix: str, donors: Sequence[PeerId]) -> dict[s
         request = partial(FetchState, prefix=prefix, root=manifest.root)
         beginning = ChunkDownload(peers, manifest, request, chunks=REQUEST_CHUNKS)
         await beginning.run(holders, _KINDS_TIMEOUT_S)
-        head = decode_head(beginning.blob.data)
+        entries, _, _ = decode_head(beginning.blob.data)
     except (StateError, ValueError):  # such as a head of more chunks
         return {}
     kinds = {}
-    for path, entry in head.entries.items():
+    for path, entry in entries.items():
         part, _, name = path.partition("/")
         if part in ("parameters", "buffers"):
             kinds[name] = KIND_NAMES.get(entry.dtype, entry.dtype), entry.shape

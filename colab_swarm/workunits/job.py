@@ -30,7 +30,7 @@ from torch.optim import Optimizer
 
 from colab_swarm.errors import require
 from colab_swarm.markup import settings
-from colab_swarm.tensors.tensor_file import decode_head
+from colab_swarm.tensors.statedict import decode_head
 from colab_swarm.workunits.messages import MAX_CODE_CHARACTERS, NAME, Resources, Subset
 from colab_swarm.workunits.weights import Schema, moved
 
@@ -118,7 +118,7 @@ class Rows:
             require(0 <= size <= most, f"a subset of {size:,} bytes: too large")
             plain = zstandard.ZstdDecompressor().decompress(data, max_output_size=most)
             # safetensors.numpy.load leaves out the metadata
-            metadata = decode_head(plain).metadata
+            _, metadata, _ = decode_head(plain)
             names, named = msgspec.json.decode(metadata["rows"], type=tuple[list[str], bool])
             columns = load(plain)
             return cls.of(((name, columns[name]) for name in names), named)

@@ -13,7 +13,7 @@ import zstandard
 from torch import nn
 
 from colab_swarm.errors import require
-from colab_swarm.tensors.tensor_file import decode_head, encode_head
+from colab_swarm.tensors.statedict import decode_head, encode_head
 
 Floats: TypeAlias = npt.NDArray[np.float32]
 
@@ -105,9 +105,10 @@ class Schema:
     def difference(self, data: bytes | memoryview) -> str:
         """Return how a file's head differs from this: a stranger's words, but short and plain."""
         try:
-            entries = {(name, entry.shape) for name, entry in decode_head(data).entries.items()}
+            tensors, _, _ = decode_head(data)
         except ValueError:
             return "not a safetensors file"
+        entries = {(name, entry.shape) for name, entry in tensors.items()}
         expected = set(self.entries)
         words = [f"lacks {name} {shape}" for name, shape in sorted(expected - entries)]
         words += [f"has {name} {shape}" for name, shape in sorted(entries - expected)]

@@ -20,8 +20,7 @@ from hypothesis import strategies as st
 from colab_swarm.errors import StateError
 from colab_swarm.files import write_file
 from colab_swarm.tensors import statedict
-from colab_swarm.tensors.statedict import MAX_DEPTH, Blob, file_parts, flatten, pack, unflatten, unpack
-from colab_swarm.tensors.tensor_file import KINDS
+from colab_swarm.tensors.statedict import KINDS, MAX_DEPTH, Blob, file_parts, flatten, pack, unflatten, unpack
 
 kinds = st.sampled_from([getattr(torch, kind) for kind in sorted(KINDS)])
 shapes = st.lists(st.integers(0, 3), max_size=3)
