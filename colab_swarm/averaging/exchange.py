@@ -16,7 +16,7 @@ from colab_swarm.averaging.lateness import Key, Lateness
 from colab_swarm.averaging.messages import AveragingSettings, Chunk, ReduceSpan
 from colab_swarm.averaging.recovery import Recovery
 from colab_swarm.averaging.reducer import SpanLedger, SpanReducer
-from colab_swarm.averaging.result import GroupResult, Trace
+from colab_swarm.averaging.result import GroupResult, RoundTrace
 from colab_swarm.averaging.strategy import forecast_s
 from colab_swarm.errors import CallRefused, PeerError, PeerLost, require
 from colab_swarm.net.node import Node
@@ -109,7 +109,7 @@ class Round:
         self._forecast_s = min(PREDICTED * forecast_s(group), _MOST_ROUND_S)
         self.limit_s = max(settings.round_timeout_s, self._forecast_s)
         self.ledger = SpanLedger(group, vector)
-        self.trace = Trace(group, now=now)
+        self.trace = RoundTrace(group, now=now)
         self.lateness = Lateness(group, me, patience, now=now)
         self.recovery = Recovery(self)
         self.most_rms = most_rms

@@ -10,7 +10,7 @@ from colab_swarm.net.peers import PeerId
 LEFT_OUT = "a reducer did not receive its whole contribution"
 
 
-class Trace:
+class RoundTrace:
     """Begin and end of the ``sent``, ``received`` and ``means`` of each member, see `MemberTrace`, and all bytes."""
 
     def __init__(self, group: Group, *, now: float) -> None:

@@ -310,7 +310,7 @@ class ElasticOptimizer(WrappedOptimizer):
             residual_squares = _squares(values + self._feedback.residual[span] - arrived)
         rates: Rates = ()
         if bucket == 0:
-            rates = self._replica.evidence.rates
+            rates = self._replica.digests.rates
         self._steps.hand_over(Piece(self._step, bucket, squares, residual_squares, rates), arrived, payload)
 
     def state_dict(self) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """What peers compare instead of tensors: digests, equal for equal bits, and projections, near for near ones.
 
-`Evidence` has them for one replica.
+`StateDigests` has them for one replica.
 """
 
 import math
@@ -90,7 +90,7 @@ def _project(tensors: list[torch.Tensor], seed: bytes) -> list[float]:
 
 
 @dataclass
-class Evidence:
+class StateDigests:
     """What other peers compare with theirs of a `Replica`: rates, sketches, and changes outside a step.
 
     The ``optimizer`` is the wrapped one. ``stepping`` takes the swarm's steps on ``parameters``, and is

@@ -217,8 +217,8 @@ class Gradients:
         unused = b""
         if self.weight and not self._replica.rule.local:
             unused = bits_of(self._unused)
-        evidence = self._replica.evidence
-        return StepOffer(self.weight, self.loss.value, unused, evidence.rates, evidence.changed)
+        digests = self._replica.digests
+        return StepOffer(self.weight, self.loss.value, unused, digests.rates, digests.changed)
 
     def contribution(self) -> RoundInput:
         """Return what to average; all gradients are settled."""

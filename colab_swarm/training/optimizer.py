@@ -164,7 +164,7 @@ class SwarmOptimizer(WrappedOptimizer):
             syncing=syncing,
             name=name,
             agreement=self._agreement,
-            rates=replica.evidence.rates,
+            rates=replica.digests.rates,
             min_peers=settings.min_peers or 0,
             joined_at=self._services.peers.time(),
         )
@@ -172,7 +172,7 @@ class SwarmOptimizer(WrappedOptimizer):
             replica.numel,
             blake3(replica.schema + repr(self._agreement).encode()).digest(LINEAGE_BYTES),
             replica.snapshot,
-            replica.evidence.tolerance,
+            replica.digests.tolerance,
             lambda: self._gathered.loss.value,
         )
         started = rounds(self._services, settings, own, model)

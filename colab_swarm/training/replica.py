@@ -28,7 +28,7 @@ from colab_swarm.tensors.device_vector import DeviceVector
 from colab_swarm.tensors.statedict import pack, unpack
 from colab_swarm.tensors.vector import Vector
 from colab_swarm.training.buffers import Buffers
-from colab_swarm.training.digests import Evidence, digest_of_tensors, digest_with_optimizer
+from colab_swarm.training.digests import StateDigests, digest_of_tensors, digest_with_optimizer
 from colab_swarm.training.flat import (
     FlatValues,
     clear_gradients,
@@ -131,7 +131,7 @@ class Replica:
         step, lineage: of ``parameters``; they change together, in `apply` and in loading.
         together: the last step at which the state was bit-equal with the swarm's, as far as this peer knows: it began
             the run, or loaded another peer's state. Since then, processors may have rounded differently.
-        evidence: what other peers compare with theirs.
+        digests: what other peers compare with theirs.
         moved: frozen parameters that changed since the beginning, by name; `TrainedParameters` finds them.
         written: notices what the user writes to the model's weights.
         lock: held during updates and copies.
@@ -177,7 +177,7 @@ class Replica:
         self.together = 0
         self.lineage = digest_of_tensors((*self.model, *self.buffers.shared))
         self.lock = threading.RLock()
-        self.evidence = Evidence(rule.optimizer, self.stepping, self.model, self.parameters)
+        self.digests = StateDigests(rule.optimizer, self.stepping, self.model, self.parameters)
         self.moved: dict[str, torch.Tensor] = {}
         # Where the model's own weights are the swarm's, whatever is written to them counts.
         self.written = WrittenWeights(self.model if rule.mode is not Mode.DIRECT else ())
@@ -226,7 +226,7 @@ class Replica:
                 raise
             self.lineage = lineage
             self.step = self.step + 1
-            self.evidence.on_step()
+            self.digests.on_step()
             if self.rule.mode is Mode.DIRECT:
                 self.show()
             hand_over(self.parameters)
@@ -332,9 +332,9 @@ class Replica:
         change = self.written.change()
         if change >= LOADED:
             self.take_model()
-            self.evidence.on_changed()
+            self.digests.on_changed()
             return "weights were loaded into the model: they count from now on; load the same at all peers"
-        if change > self.evidence.tolerance and self.rule.mode is Mode.DELAYED:
+        if change > self.digests.tolerance and self.rule.mode is Mode.DELAYED:
             return (
                 "parameters are changed outside optimizer.step(): with overlap=True that lasts until the next step of "
                 "the swarm only"
@@ -395,7 +395,7 @@ class Replica:
         with self.lock:
             before = digest_with_optimizer(self.parameters, optimizer)
             optimizer.load_state_dict(inner)
-            self.evidence.on_loaded()
+            self.digests.on_loaded()
             self.schedule.accept()
             fits = mark.get("digest", before) == before
             if fits and digest_with_optimizer(self.parameters, optimizer) == before:
@@ -448,7 +448,7 @@ class Replica:
             self.buffers.load(buffers[name] for name in self._buffer_names)
             self.step = state["step"]
             self.lineage = state["lineage"]
-            self.evidence.on_loaded()
+            self.digests.on_loaded()
         self.show()
 
     def _load_moved(self, moved: Mapping[str, torch.Tensor]) -> None:

@@ -285,7 +285,7 @@ class Trainer:
             self._replica.apply(outcome.mean)
             if outcome.counted:
                 self._gathered.on_delivered(contribution)
-            taken = self._replica.evidence.of_step(self._replica.step, self._replica.lineage)
+            taken = self._replica.digests.of_step(self._replica.step, self._replica.lineage)
         if outcome.over and not aside:
             self._gathered.forget()
             self._local_steps = 0
@@ -379,7 +379,7 @@ class Trainer:
             for mean in means:
                 with self._replica.lock:
                     self._replica.apply(mean)
-                    taken.append(self._replica.evidence.of_step(self._replica.step, self._replica.lineage))
+                    taken.append(self._replica.digests.of_step(self._replica.step, self._replica.lineage))
                 event = StepFinished(self._runtime.time(), self._replica.step, mean.samples, mean.loss)
                 self._services.events.emit(event)
             self._gathered.forget()

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from colab_swarm.averaging.exchange import LEAD, STALL_S, TICK_S, Pace
 from colab_swarm.averaging.group import Group, GroupMember, RoundTerms
 from colab_swarm.averaging.messages import ReduceSpan
-from colab_swarm.averaging.result import LEFT_OUT, Trace
+from colab_swarm.averaging.result import LEFT_OUT, RoundTrace
 from colab_swarm.averaging.round import Averager
 from colab_swarm.events import EventLog, MemberTrace, Waited
 from colab_swarm.net.peers import PeerId
@@ -80,7 +80,7 @@ def test_a_reducer_that_refuses_shows_as_that() -> None:
 
 def test_members_missing_elsewhere_are_reported_unless_the_reason_is_known_here() -> None:
     members = tuple(GroupMember(PeerId(bytes([n]) * 32), (), 1.0, 1.0) for n in range(3))
-    trace = Trace(Group(bytes(16), RoundTerms("", 7, b"", 10), members), now=5.0)
+    trace = RoundTrace(Group(bytes(16), RoundTerms("", 7, b"", 10), members), now=5.0)
     trace.on_dropped(2, "the link is lost")
     trace.on_traffic("received", 1, 6.0)
     trace.on_traffic("received", 1, 7.5)

@@ -238,7 +238,7 @@ def state_of(optimizer: SwarmOptimizer, net: Noisy) -> dict[str, Any]:
         "counts": (gathered.samples, gathered.weight, gathered.loss.value, gathered._unused),
         "sum": total and (total.factor, total.values.segments),
         "swarm": optimizer.checkpoint.state(),
-        "step": (optimizer.global_step, optimizer.lineage, optimizer._replica.evidence.changed),
+        "step": (optimizer.global_step, optimizer.lineage, optimizer._replica.digests.changed),
         "turns": list(optimizer.times.turns),
         "chance": torch.get_rng_state(),
     }

@@ -46,10 +46,10 @@ def test_a_loaded_state_of_the_optimizer_is_no_change_from_outside() -> None:
     state["param_groups"][0] |= {"lr": 0.2, "params": [*range(4)]}
     lineage = replica.lineage
     replica.load_optimizer(state)
-    assert replica.lineage != lineage and not replica.evidence.changed
+    assert replica.lineage != lineage and not replica.digests.changed
     with torch.no_grad():
         replica.model[0] += 1.0
-    assert replica.evidence.changed
+    assert replica.digests.changed
 
 
 def poison_parameter(replica: Replica) -> None:

@@ -107,14 +107,14 @@ def test_a_replicas_sketch_shows_a_changed_parameter_or_optimizer_state(kind: st
     net = torch.nn.Linear(300, 300)  # longer than the signs of one block
     replica = Replica(UpdateRule(optimizer := Lamb(net.parameters(), lr=0.01)))
     replica.apply(toy.mean_of(np.ones(replica.numel, np.float32)))
-    before = replica.evidence.sketch(replica.step, replica.lineage)
+    before = replica.digests.sketch(replica.step, replica.lineage)
     with torch.no_grad():
         changed: dict[str, Any] = {"parameter": net.weight, **optimizer.state[net.weight]}
         if kind in changed:
             changed[kind][200:] = 0.0
-    after = replica.evidence.sketch(replica.step, replica.lineage)
-    assert (before.distance(after) <= replica.evidence.tolerance) is (kind == "none")
-    other = replica.evidence.sketch(1, b"another")
+    after = replica.digests.sketch(replica.step, replica.lineage)
+    assert (before.distance(after) <= replica.digests.tolerance) is (kind == "none")
+    other = replica.digests.sketch(1, b"another")
     assert len(before.values) == 15 and not np.allclose(other.values, before.values, rtol=0.02)
 
 

@@ -348,6 +348,6 @@ def test_an_elastic_group_takes_sparse_gradients() -> None:
 def test_a_sketch_is_near_the_norm_in_each_type(dtype: torch.dtype) -> None:
     net = toy.model().to(dtype)
     replica = Replica(UpdateRule(SGD(net.parameters(), lr=0.1)))
-    sketch = replica.evidence.sketch(replica.step, replica.lineage)
+    sketch = replica.digests.sketch(replica.step, replica.lineage)
     norm = float(toy.parameters_of(net).double().norm())
     assert sketch.values[0] == pytest.approx(norm, rel=1e-5)
