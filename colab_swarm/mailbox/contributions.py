@@ -16,7 +16,7 @@ PIECE = BLOCK_VALUES * MAX_BLOCKS  # values that are encoded at once
 
 
 @dataclass(frozen=True)
-class Contribution:
+class StoredContribution:
     """A contribution as it was read: whole, signed by a member, and finite."""
 
     place: StoredObject
@@ -72,7 +72,10 @@ def norm_of(codec: Codec, content: memoryview, numel: int) -> float:
 
 
 def mean_of(
-    entries: Sequence[ManifestEntry], contributions: Mapping[bytes, Contribution], codec: Codec, out: Floats
+    entries: Sequence[ManifestEntry],
+    contributions: Mapping[bytes, StoredContribution],
+    codec: Codec,
+    out: Floats,
 ) -> Floats:
     """Write the weighted mean ``sum_i w_i v_i / sum_i w_i`` to ``out``, bit-equal at all peers.
 

@@ -15,7 +15,7 @@ from typing import Self, TypeAlias
 from colab_swarm.averaging.group import swarm_loss
 from colab_swarm.mailbox.bucket import StoredObject
 from colab_swarm.mailbox.chain import WINDOW, RoundChain
-from colab_swarm.mailbox.contributions import Contribution
+from colab_swarm.mailbox.contributions import StoredContribution
 from colab_swarm.mailbox.objects import (
     LEFT,
     MANIFEST,
@@ -37,7 +37,7 @@ MOST_LENGTH = 10_000.0
 
 
 @dataclass(frozen=True)
-class Listing:
+class RoundListing:
     """The objects of the last rounds, by folder; manifests by their number."""
 
     contributions: dict[str, list[StoredObject]] = field(default_factory=dict)
@@ -94,7 +94,7 @@ class ClosedRound:
     place: StoredObject  # of the manifest
     manifest: RoundManifest
     after: RoundChain
-    contributions: dict[bytes, Contribution]  # by digest
+    contributions: dict[bytes, StoredContribution]  # by digest
 
     @property
     def loss(self) -> float | None:
@@ -110,9 +110,9 @@ class ClosedRound:
 class Seen:
     """What a peer has read of the rounds in its last ``listing``; what does not count has a fault."""
 
-    listing: Listing = field(default_factory=Listing)
+    listing: RoundListing = field(default_factory=RoundListing)
     manifests: dict[StoredObject, tuple[RoundManifest, bytes]] = field(default_factory=dict)  # with digests
-    contributions: dict[StoredObject, Contribution] = field(default_factory=dict)
+    contributions: dict[StoredObject, StoredContribution] = field(default_factory=dict)
     farewells: dict[StoredObject, Farewell] = field(default_factory=dict)
     faults: dict[StoredObject, str] = field(default_factory=dict)
 
@@ -132,9 +132,9 @@ class Seen:
                     places.append(place)
         return places
 
-    def open_contributions(self, chain: RoundChain) -> dict[PeerId, Contribution]:
+    def open_contributions(self, chain: RoundChain) -> dict[PeerId, StoredContribution]:
         """Return what the round may list: the oldest contribution of each member, the last round's members first."""
-        oldest: dict[PeerId, Contribution] = {}
+        oldest: dict[PeerId, StoredContribution] = {}
         for place in self.open_places(chain):
             if place in self.contributions:
                 oldest.setdefault(place.member, self.contributions[place])
@@ -254,7 +254,7 @@ def decide(
     return Close(seen.listing.next_manifest(chain.folder), tuple(entries), faults)
 
 
-def _median_length(contributions: Iterable[Contribution]) -> float:
+def _median_length(contributions: Iterable[StoredContribution]) -> float:
     """Return the median norm of those that are not zero; of two, the larger one."""
     norms = [contribution.norm for contribution in contributions if contribution.norm]
     if not norms:
@@ -306,7 +306,7 @@ def unsound(chain: RoundChain, seen: Seen) -> dict[StoredObject, str]:
     return faults
 
 
-def _listed(chain: RoundChain, manifest: RoundManifest, seen: Seen) -> dict[bytes, Contribution]:
+def _listed(chain: RoundChain, manifest: RoundManifest, seen: Seen) -> dict[bytes, StoredContribution]:
     """Return the contributions that a manifest lists, by digest; those that were read."""
     digests = {entry.digest for entry in manifest.entries}
     listed = {}

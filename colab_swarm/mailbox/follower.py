@@ -17,8 +17,8 @@ from colab_swarm.mailbox.decide import (
     ClosedRound,
     Decision,
     Follow,
-    Listing,
     LoadState,
+    RoundListing,
     Wait,
     decide,
     late_s,
@@ -163,7 +163,7 @@ class ChainFollower:
         # An earlier session of this peer has contributed: that one counts.
         earlier = b""
         places = await journal.patiently(journal.bucket.list, chain.folder)
-        place = Listing.of(places).at(path)
+        place = RoundListing.of(places).at(path)
         if place is not None:
             with suppress(PeerError, ValueError):
                 earlier, _, _ = await journal.whole(place, PseudoGradient, len(content))
@@ -287,7 +287,7 @@ class ChainFollower:
         logger.warning("%s", text)
         self._events.emit(Notice(loop_now(), text, logged=True))
 
-    async def _restore(self, listing: Listing) -> bool:
+    async def _restore(self, listing: RoundListing) -> bool:
         """Write the own contribution again if somebody has deleted it; return whether that was so."""
         own = self._own
         journal = self._journal
@@ -309,7 +309,7 @@ class ChainFollower:
             self._events.emit(Notice(loop_now(), text, logged=True))
         return True
 
-    def _find_own(self, listing: Listing) -> None:
+    def _find_own(self, listing: RoundListing) -> None:
         """Find the own contribution that is not listed yet, and set the store's clock by it."""
         own = self._own
         if own is None:

@@ -11,8 +11,8 @@ from colab_swarm.errors import BucketAway, BucketError, PeerError, ProtocolError
 from colab_swarm.events import EventLog, Fault, Notice, PeerRefused
 from colab_swarm.mailbox.bucket import Bucket, StoredObject
 from colab_swarm.mailbox.chain import WINDOW, RoundChain, StateHead
-from colab_swarm.mailbox.contributions import Contribution, encoded_bytes, mean_of, norm_of
-from colab_swarm.mailbox.decide import LEAST_PAUSE_S, MOST_PAUSE_S, ClosedRound, Listing, Seen, standing
+from colab_swarm.mailbox.contributions import StoredContribution, encoded_bytes, mean_of, norm_of
+from colab_swarm.mailbox.decide import LEAST_PAUSE_S, MOST_PAUSE_S, ClosedRound, RoundListing, Seen, standing
 from colab_swarm.mailbox.objects import (
     CARD,
     HEADER_BYTES,
@@ -180,7 +180,7 @@ class Journal:
             self.bucket.list, "rounds", f"rounds/{max(chain.round - WINDOW, 0):08d}"
         )
         self.listed_at = loop_now()
-        self.seen.listing = Listing.of(places)
+        self.seen.listing = RoundListing.of(places)
         return await self._read_for(chain)
 
     async def follow(self, chain: RoundChain) -> AsyncIterator[ClosedRound]:
@@ -217,12 +217,12 @@ class Journal:
             self.seen.faults[place] = str(error)
             self.tell({place: str(error)})
 
-    async def contribution(self, place: StoredObject) -> Contribution:
+    async def contribution(self, place: StoredObject) -> StoredContribution:
         """Read a contribution. Raises `PeerError` or ValueError if it does not count."""
         content_bytes = encoded_bytes(self.codec, self.numel)
         data, head, content = await self.whole(place, PseudoGradient, content_bytes)
         norm = await asyncio.to_thread(norm_of, self.codec, content, self.numel)
-        return Contribution(place, head, content, content_digest(data), norm)
+        return StoredContribution(place, head, content, content_digest(data), norm)
 
     async def whole(
         self, place: StoredObject, kind: type[H], content_bytes: int = 0

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from colab_swarm.errors import JoinError
 from colab_swarm.mailbox.bucket import Bucket, StoredObject
-from colab_swarm.mailbox.decide import Listing
+from colab_swarm.mailbox.decide import RoundListing
 from colab_swarm.mailbox.journal import Statements
 from colab_swarm.mailbox.objects import Farewell, H, PseudoGradient, RoundManifest
 from colab_swarm.net.membership import MembershipAdmission
@@ -71,7 +71,7 @@ async def last_members(bucket: Bucket, prefix: str, admission: MembershipAdmissi
             row = replace(row, role="away")
         return row
 
-    listing = Listing.of(await bucket.list("rounds"))
+    listing = RoundListing.of(await bucket.list("rounds"))
     for folder in sorted(listing.manifests, reverse=True):
         newest = await first_of(listing.manifests[folder], RoundManifest)
         if newest is not None:

@@ -8,8 +8,8 @@ import numpy as np
 
 from colab_swarm.mailbox.bucket import StoredObject
 from colab_swarm.mailbox.chain import RoundChain
-from colab_swarm.mailbox.contributions import Contribution, encode
-from colab_swarm.mailbox.decide import ClosedRound, Decision, Listing, Seen, decide, standing
+from colab_swarm.mailbox.contributions import StoredContribution, encode
+from colab_swarm.mailbox.decide import ClosedRound, Decision, RoundListing, Seen, decide, standing
 from colab_swarm.mailbox.objects import (
     LEFT,
     MANIFEST,
@@ -33,7 +33,7 @@ PATIENCE_S = 5.0  # half of it
 
 def contribution(
     who: Identity, chain: RoundChain, *, at: float = 0.0, value: float = 1.0, **fields: Any
-) -> Contribution:
+) -> StoredContribution:
     """Return a member's contribution of four equal values."""
     content = encode(codec_of("float32"), HostVector(np.full(4, value, np.float32)))
     figures = {"weight": 1.0, "samples": 1.0, "samples_per_s": 1.0, "seconds": PACE_S, "name": ""}
@@ -49,7 +49,7 @@ def contribution(
     head = statement.signed(who.sign)
     data = seal(head, content)
     place = StoredObject(f"{chain.folder}/{who.id.hex()}", len(data), at)
-    return Contribution(place, head, memoryview(content), content_digest(data), 2.0 * abs(value))
+    return StoredContribution(place, head, memoryview(content), content_digest(data), 2.0 * abs(value))
 
 
 def manifest_of(chain: RoundChain, *entries: ManifestEntry, author: Identity = ALICE) -> RoundManifest:
@@ -77,9 +77,9 @@ class Board:
 
     def _add(self, place: StoredObject) -> None:
         self.places.append(place)
-        self.seen.listing = Listing.of(self.places)
+        self.seen.listing = RoundListing.of(self.places)
 
-    def contribute(self, who: Identity, chain: RoundChain, **fields: Any) -> Contribution:
+    def contribute(self, who: Identity, chain: RoundChain, **fields: Any) -> StoredContribution:
         written = contribution(who, chain, at=self.now, **fields)
         self._add(written.place)
         self.seen.contributions[written.place] = written
@@ -105,10 +105,10 @@ class Board:
         self.seen.faults[place] = "it is cut off"
         return place
 
-    def delete(self, contribution: Contribution) -> None:
+    def delete(self, contribution: StoredContribution) -> None:
         self.places.remove(contribution.place)
         del self.seen.contributions[contribution.place]
-        self.seen.listing = Listing.of(self.places)
+        self.seen.listing = RoundListing.of(self.places)
 
     def round(self, chain: RoundChain, *members: Identity, number: int = 0) -> RoundChain:
         """Let these members contribute, close the round, and return the chain after it."""

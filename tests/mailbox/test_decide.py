@@ -300,7 +300,7 @@ def test_the_listing_names_what_is_there_and_nothing_else(board: Board) -> None:
     folder = board.first.folder
     paths = [f"{folder}/{ALICE.id.hex()}", f"{folder}/{MANIFEST}100", f"{folder}/{MANIFEST}99", "rounds/x"]
     paths += [f"{folder}/{ALICE.id.hex()} (conflicted copy)", f"{folder}/{BOB.id.hex()}-left"]
-    listing = module.Listing.of(StoredObject(path, 1, 0.0) for path in paths)
+    listing = module.RoundListing.of(StoredObject(path, 1, 0.0) for path in paths)
     assert [place.path for place in listing.manifests[folder]] == paths[2:0:-1]
     assert listing.next_manifest(folder) == f"{folder}/{MANIFEST}101"
     assert list(listing.farewells) == paths[-1:] and listing.at(paths[0]) and listing.latest == 0
