@@ -22,6 +22,7 @@ from urllib.parse import urlsplit
 
 from colab_swarm.credentials import find_secret
 from colab_swarm.errors import BucketAway, BucketError, JoinError, require
+from colab_swarm.files import sync_through
 from colab_swarm.mailbox.address import checked_address, folder_at, options_of
 from colab_swarm.net.peers import Buffer, PeerId, remember
 from colab_swarm.runtime import DeviceThread, loop_now
@@ -81,8 +82,10 @@ class MemoryStore:
         self.objects: dict[str, tuple[bytes, float]] = {}
         self.clock = clock
 
-    async def create(self, path: str, data: Buffer) -> bool:
+    async def create(self, path: str, data: Buffer, mode: str = "create") -> bool:
         own = bytes(data), self.clock()
+        if mode == "overwrite":
+            self.objects.pop(path, None)
         return self.objects.setdefault(path, own) is own
 
     async def read(self, path: str, most_bytes: int | None) -> bytes | None:
@@ -104,37 +107,46 @@ class ObjectStore:
         open_store: opens it, with the seconds that it may be silent.
         call: makes a call of obstore's beside the event loop; it gets the bytes that travel.
         rights: what a refused peer should check.
+        sync: lets an object that was written survive a power cut.
     """
 
-    def __init__(self, open_store: Callable[[float], Any], call: Call, rights: str) -> None:
+    def __init__(
+        self,
+        open_store: Callable[[float], Any],
+        call: Call,
+        rights: str,
+        sync: Callable[[str], None] = lambda path: None,
+    ) -> None:
         import obstore
         from obstore import exceptions
 
         self._obstore = obstore
         self._open_store = open_store
         self._call = call
+        self._sync = sync
         self.rights = rights
         self.errors: Errors = OSError, exceptions.BaseError
         refused = exceptions.UnauthenticatedError, exceptions.PermissionDeniedError
         self.refusals: Errors = PermissionError, *refused
         self._exists = exceptions.AlreadyExistsError, exceptions.PreconditionError
 
-    async def create(self, path: str, data: Buffer) -> bool:
+    async def create(self, path: str, data: Buffer, mode: str = "create") -> bool:
         def put() -> bool:
-            how: Any = {"mode": "create", "use_multipart": False}
+            how: Any = {"mode": mode, "use_multipart": False}
             store = self._open_store(patience_for(len(data)))
             try:
                 self._obstore.put(store, path, data, **how)
             except self._exists:
                 return False
+            self._sync(path)
             return True
 
         return bool(await self._call(put, len(data)))
 
     async def read(self, path: str, most_bytes: int | None) -> bytes | None:
         def fetch() -> bytes | None:
+            store = self._open_store(STALL_S)
             try:
-                store = self._open_store(STALL_S)
                 if most_bytes is None:
                     return bytes(self._obstore.get(store, path).bytes())
                 return bytes(self._obstore.get_range(store, path, start=0, length=most_bytes))
@@ -154,7 +166,17 @@ class ObjectStore:
         return sorted(places, key=lambda place: place.path)
 
     async def delete(self, paths: Sequence[str]) -> None:
-        await self._call(lambda: self._obstore.delete(self._open_store(STALL_S), list(paths)), 0)
+        def remove() -> None:
+            store = self._open_store(STALL_S)
+            for path in paths:
+                with suppress(FileNotFoundError):  # others delete, too
+                    self._obstore.delete(store, path)
+
+        await self._call(remove, 0)
+
+    async def run(self, work: Callable[[], Any]) -> None:
+        """Do some other work on the store, as patiently."""
+        await self._call(work, 0)
 
 
 def open_bucket(address: str, secrets: Mapping[str, str]) -> ObjectStore:
@@ -184,36 +206,51 @@ def open_bucket(address: str, secrets: Mapping[str, str]) -> ObjectStore:
     return ObjectStore(open_store, call, rights)
 
 
-def open_folder(folder: Path) -> ObjectStore:
-    """Open a shared folder.
+def open_folder(folder: Path, run: Path) -> ObjectStore:
+    """Open a shared folder that has a ``run``'s folder in it.
 
     Where the server of a mounted folder is away, a call may hang until it is back. Such a call is given up after
     `STALL_S`, and no other is made before it has returned: each would take a thread.
     """
     from obstore.store import LocalStore
 
-    hanging: asyncio.Future[Any] | None = None
+    hanging: set[asyncio.Future[Any]] = set()
+    had_run = False
 
     def open_store(patience_s: float) -> Any:
-        # obstore would make the folder where it is not mounted
-        if not folder.is_dir():
+        # obstore would make the folder where it is not mounted, or begin a new history in its mount point
+        nonlocal had_run
+        has_run = run.is_dir()
+        if not folder.is_dir() or (had_run and not has_run):
             raise FileNotFoundError(f"{folder} is not there: is the folder mounted?")
+        had_run = has_run
         return LocalStore(folder)
 
+    def sync(path: str) -> None:
+        for place in (folder / path, (folder / path).parent):
+            descriptor = os.open(place, os.O_RDONLY)
+            try:
+                sync_through(descriptor)
+            finally:
+                os.close(descriptor)
+
+    def on_end(future: asyncio.Future[Any]) -> None:
+        hanging.discard(future)
+        future.exception()
+
     async def call(work: Callable[[], Any], size_bytes: int) -> Any:
-        nonlocal hanging
         patience_s = patience_for(size_bytes)
         silence = f"nothing came for {patience_s:.0f} s"
-        if hanging is not None:
-            await asyncio.wait([hanging], timeout=patience_s)
-            require(hanging.done(), silence, TimeoutError)
+        if hanging:
+            await asyncio.wait(hanging, timeout=patience_s)
+            require(not hanging, silence, TimeoutError)
         thread = DeviceThread()
         future = thread.run(work)
         thread.shutdown(wait=False)
         await asyncio.wait([future], timeout=patience_s)
         if not future.done():
-            future.add_done_callback(asyncio.Future.exception)
-            hanging = future
+            hanging.add(future)
+            future.add_done_callback(on_end)
             raise TimeoutError(silence)
         try:
             return await future
@@ -222,7 +259,7 @@ def open_folder(folder: Path) -> ObjectStore:
                 raise PermissionError(str(error)) from error
             raise
 
-    return ObjectStore(open_store, call, "the rights of its folder")
+    return ObjectStore(open_store, call, "the rights of its folder", sync)
 
 
 def patience_for(size_bytes: int) -> float:
@@ -270,7 +307,7 @@ class SeenTimes:
     """When objects of a shared folder appeared: the clocks of its writers may be off. Pure.
 
     An object's time is its file's, but at most `CLOCK_SLACK_S` before this peer's last look without it, or after its
-    first look with it. It is the same ever after.
+    first look with it. It is the same while looks show it.
     """
 
     def __init__(self) -> None:
@@ -295,6 +332,10 @@ class SeenTimes:
                 remember(self._times, place.path, seen_at, MOST_TIMES)
             corrected.append(replace(place, modified_at=self._times[place.path]))
         self._looks[folder] = (after, began_at)
+        shown = {place.path for place in places}
+        for path in list(self._times):
+            if path.startswith(f"{folder}/") and path > after and path not in shown:
+                del self._times[path]
         return corrected
 
 
@@ -308,6 +349,7 @@ class Bucket:
     def __init__(self, address: str, prefix: str) -> None:
         self.address = checked_address(address)
         self._root = f"runs/{prefix}/"
+        self._run_id = prefix.partition("/")[0]
         self.requests = 0  # so far
         self.sent_bytes = self.received_bytes = 0
         self._behind_s: float | None = None  # of this machine's clock, behind the store's
@@ -329,7 +371,7 @@ class Bucket:
         try:
             if self._folder is not None:
                 self._seen = SeenTimes()
-                return open_folder(self._folder)
+                return open_folder(self._folder, self._folder / self._root.partition("/")[0] / self._run_id)
             return open_bucket(self.address, secrets)
         except ImportError as error:
             how = "a run in a bucket needs the package obstore: pip install 'colab-swarm[train]'"
@@ -367,6 +409,11 @@ class Bucket:
         if written and self._seen is not None:
             self._seen.own = path
         return written
+
+    async def replace(self, path: str, data: Buffer) -> None:
+        """Write an object, whatever is at that path."""
+        await self._do(self._store.create, self._root + path, data, "overwrite")
+        self.sent_bytes += len(data)
 
     async def read(self, path: str, most_bytes: int | None = None) -> bytes | None:
         """Return an object, or only its first ``most_bytes``; None if there is none."""
@@ -432,20 +479,32 @@ class Bucket:
         """
         if begins:
             if self._folder is not None:
-                self._make_folder(self._folder)
+                await self._make_folder(self._store, self._folder)
             await self.create(MARKER, b"created")
         else:
-            require(await self.read(MARKER) is not None, _absence(self.address), JoinError)
+            try:
+                marker = await self.read(MARKER)
+            except BucketAway as error:
+                # the folder is not there
+                require(
+                    not isinstance(error.__context__, FileNotFoundError), _absence(self.address), JoinError
+                )
+                raise
+            require(marker is not None, _absence(self.address), JoinError)
         if not writes:
             return 0.0
         await self.require_conditional_writes()
         return self.now() - time.time()
 
-    def _make_folder(self, folder: Path) -> None:
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise BucketError(f"the folder {folder} cannot be made: {error}") from error
+    async def _make_folder(self, store: MemoryStore | ObjectStore, folder: Path) -> None:
+        def make() -> None:
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise BucketError(f"the folder {folder} cannot be made: {error}") from error
+
+        assert isinstance(store, ObjectStore)
+        await self._do(store.run, make)
 
     def __repr__(self) -> str:
         return f"Bucket({self.address}, {self.requests} requests)"

@@ -14,7 +14,7 @@ from colab_swarm.events import BatchDropped, MemberTrace, StateReceived
 from colab_swarm.mailbox.bucket import Bucket
 from colab_swarm.mailbox.chain import RoundChain
 from colab_swarm.mailbox.decide import ClosedRound
-from colab_swarm.mailbox.follower import ChainFollower, Counted
+from colab_swarm.mailbox.follower import ChainFollower
 from colab_swarm.mailbox.journal import Journal
 from colab_swarm.mailbox.objects import Card, PseudoGradient
 from colab_swarm.markup import plain
@@ -62,6 +62,7 @@ class BucketRounds(Rounds):
         self._rates: Rates = ()  # of this peer's last contribution
         self._closed: ClosedRound | None = None  # the round whose mean the trainer applies
         self._saving: asyncio.Task[None] | None = None  # a state
+        self._saved_for_others = False  # on another branch, as long as they are there
         self._refused: BucketError | None = None  # why a round failed; `check` raises it
         self._loop = asyncio.get_running_loop()
 
@@ -118,7 +119,7 @@ class BucketRounds(Rounds):
                 later = await journal.patiently(journal.first_or_newest_state, self.model.snapshot)
             chain, snapshot = later
             later = None
-            rounds = [closed async for closed in journal.follow(chain)]
+            rounds = [closed async for closed in journal.follow(chain, self._follower.seen)]
             # If the own state became the first one while others went on from theirs, read again.
             if snapshot is not None or not rounds:
                 break
@@ -183,7 +184,8 @@ class BucketRounds(Rounds):
                 yield RoundOutcome(mean, result, counted=end.counted, over=end.over)
                 if end.over:
                     if contribution.weight and not end.counted:
-                        self.services.events.emit(BatchDropped(loop_now(), _dropped(round, end)))
+                        text = f"the contribution to round {round} came too late"
+                        self.services.events.emit(BatchDropped(loop_now(), text))
                     self.services.events.emit(result.event(began_at=began_at, now=loop_now()))
                     return
         except BucketAway:
@@ -202,12 +204,18 @@ class BucketRounds(Rounds):
         self._compare(closed)
         self.comparison.on_sketch(taken.sketch)
         self.services.averager.on_round(outcome.result)
-        if closed.after.round % STATE_ROUNDS == 0:
+        is_saving = self._saving is not None and not self._saving.done()
+        # Members on another branch need a state to come over to this one: the manifests between may be lost.
+        self._saved_for_others &= self._follower.has_others_elsewhere
+        is_asked = self._follower.has_others_elsewhere and not self._saved_for_others
+        is_due = closed.after.round % STATE_ROUNDS == 0 or is_asked
+        if is_due and not is_saving:
             snapshot = None
             is_confirmed = self.comparison.confirmed or len(closed.contributions) == 1
             if closed.manifest.member == self.services.peers.id and is_confirmed:
                 with suppress(StateError):  # the next writer saves the next one
                     snapshot = await asyncio.to_thread(self.model.snapshot)
+                    self._saved_for_others = is_asked
             self._saving = self._tasks.spawn(self._save(closed.after, snapshot))
 
     async def _save(self, chain: RoundChain, snapshot: Snapshot | None) -> None:
@@ -276,12 +284,6 @@ def _means_of(rounds: Sequence[ClosedRound], journal: Journal) -> Iterator[Mean]
 
 def _mean_of(closed: ClosedRound, vector: HostVector) -> Mean:
     return Mean(vector, closed.after.base, loss=closed.loss, ends_chain=True)
-
-
-def _dropped(round: int, end: Counted) -> str:
-    """Return why a contribution to a round does not count."""
-    reason = "was overwritten" if end.spoilt else "came too late"
-    return f"the contribution to round {round} {reason}"
 
 
 def _result(closed: ClosedRound, moved_bytes: Sequence[int], seconds: float) -> RoundResult:

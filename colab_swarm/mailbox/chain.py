@@ -69,6 +69,11 @@ class RoundChain(Message, frozen=True):
         return folder_of(self.round, self.base)
 
     @property
+    def state_path(self) -> str:
+        """Where a state before this round is; of all first ones, the bucket keeps one."""
+        return state_path(self.round, None if self.is_first else self.base)
+
+    @property
     def farewells(self) -> dict[str, PeerId]:
         """Where members of the last round may have said farewell since they contributed."""
         last_rounds = dict(sorted(self.listed))
@@ -152,7 +157,7 @@ class RoundChain(Message, frozen=True):
 
 
 class StateHead(Statement, frozen=True, kw_only=True):
-    """``states/ROUND``: a training state before that round, whose blob follows."""
+    """``states/ROUND-BASE``: a training state before that round, whose blob follows."""
 
     chain: RoundChain
     manifest: bytes  # the state's own, in chunks
@@ -160,4 +165,4 @@ class StateHead(Statement, frozen=True, kw_only=True):
 
     @property
     def path_part(self) -> str:
-        return state_path(self.chain.round)
+        return self.chain.state_path

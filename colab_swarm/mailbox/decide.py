@@ -141,6 +141,14 @@ class Seen:
         members = sorted(oldest, key=lambda member: (member not in chain.members, member))
         return {member: oldest[member] for member in sorted(members[:MOST_MEMBERS])}
 
+    def author_of(self, place: StoredObject) -> PeerId | None:
+        """Return who signed an object, if that is known."""
+        if place in self.manifests:
+            return self.manifests[place][0].member
+        if place in self.contributions:
+            return place.member
+        return None
+
     def gone(self, chain: RoundChain) -> set[PeerId]:
         """Return the members of the last round that said farewell: this one need not wait for them."""
         gone = set()
@@ -317,27 +325,49 @@ def _listed(chain: RoundChain, manifest: RoundManifest, seen: Seen) -> dict[byte
     return listed
 
 
+def others_elsewhere(
+    chain: RoundChain, branch: Mapping[int, str], seen: Seen, me: PeerId
+) -> dict[PeerId, float]:
+    """Return the members whose newest contribution is on another branch than this peer's, and since when it is there.
+
+    ``branch`` has the folder of each round that this peer has followed.
+    """
+    newest: dict[PeerId, StoredObject] = {}
+    first_at: dict[PeerId, float] = {}
+    for place in itertools.chain(*seen.listing.contributions.values()):
+        if place.member not in newest or place.modified_at > newest[place.member].modified_at:
+            newest[place.member] = place
+        if _is_elsewhere(place, chain, branch):
+            first_at[place.member] = min(place.modified_at, first_at.get(place.member, math.inf))
+    elsewhere = {}
+    for member, place in newest.items():
+        if member != me and _is_elsewhere(place, chain, branch):
+            elsewhere[member] = first_at[member]
+    return elsewhere
+
+
+def _is_elsewhere(place: StoredObject, chain: RoundChain, branch: Mapping[int, str]) -> bool:
+    round = round_of(place.path)
+    return round > chain.round or branch.get(round, place.folder) != place.folder
+
+
 def is_left(chain: RoundChain, branch: Mapping[int, str], seen: Seen, now: float, me: PeerId) -> bool:
     """Return whether more members build on another manifest than on this peer's, for a grace already.
 
     Of two branches with as many members, the one that is further stands; the digest decides ties.
     """
-    newest: dict[PeerId, StoredObject] = {}
-    for place in itertools.chain(*seen.listing.contributions.values()):
-        if place.member not in newest or place.modified_at > newest[place.member].modified_at:
-            newest[place.member] = place
-    newest.pop(me, None)
-    elsewhere = []
-    for place in newest.values():
-        round = round_of(place.path)
-        is_ahead = round > chain.round
-        if is_ahead or branch.get(round, place.folder) != place.folder:
-            elsewhere.append(place)
-    here = 1 + len(newest) - len(elsewhere)
-    if not elsewhere or now < min(place.modified_at for place in elsewhere) + chain.grace_s:
+    elsewhere = others_elsewhere(chain, branch, seen, me)
+    if not elsewhere or now < min(elsewhere.values()) + chain.grace_s:
         return False
+    members: set[PeerId] = set()
+    furthest = ""
+    for place in itertools.chain(*seen.listing.contributions.values()):
+        members.add(place.member)
+        if place.member in elsewhere and _is_elsewhere(place, chain, branch):
+            furthest = max(furthest, place.folder)
+    here = len(members.union([me])) - len(elsewhere)
     if len(elsewhere) == here:
-        return max(place.folder for place in elsewhere) > chain.folder
+        return furthest > chain.folder
     return len(elsewhere) > here
 
 

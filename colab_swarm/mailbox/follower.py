@@ -19,11 +19,13 @@ from colab_swarm.mailbox.decide import (
     Follow,
     LoadState,
     RoundListing,
+    Seen,
     Wait,
     decide,
     late_s,
+    others_elsewhere,
 )
-from colab_swarm.mailbox.journal import Journal
+from colab_swarm.mailbox.journal import LISTED_ROUNDS, Journal
 from colab_swarm.mailbox.objects import PseudoGradient, RoundManifest
 from colab_swarm.net.patience import Patience
 from colab_swarm.net.peers import PeerId
@@ -50,9 +52,9 @@ class _Written:
     data: bytes
     # Its values, to know what compression cut off; empty if an earlier session wrote it.
     content: bytes
-    # When it was written, by this peer's clock. None: an earlier session wrote it, or the store's time of it is known.
-    written_at: float | None
-    # By the last look; None: not there.
+    # When it was written, by this peer's clock, until the store's time of it is known.
+    written_at: float | None = None
+    # Where the last look that had it found it.
     place: StoredObject | None = None
 
 
@@ -63,7 +65,6 @@ class Counted:
     closed: ClosedRound
     counted: bool  # it lists the contribution
     over: bool  # no later round will
-    spoilt: bool  # another member has overwritten the contribution
 
 
 class ChainFollower:
@@ -81,8 +82,14 @@ class ChainFollower:
         self.chain: RoundChain | None = None
         # A state that leads to those others, until `begin`.
         self.later: tuple[RoundChain, Snapshot] | None = None
-        # The folders of the rounds that this peer has followed since `begin`.
+        # What this peer has read of the last rounds.
+        self.seen = Seen()
+        # The folders of the last rounds that this peer has followed since `begin`.
         self._branch: dict[int, str] = {}
+        # Whether some members are on another branch, by the last look.
+        self.has_others_elsewhere = False
+        # The states of which none leads to the others.
+        self._tried: list[StoredObject] = []
         # Contributors without whom this peer closes no round; 1 from the first round with so many on.
         self.min_peers = 1
         self._journal = journal
@@ -112,16 +119,22 @@ class ChainFollower:
         self.chain = chain
         self.later = None
         self._branch = chain.folders
+        self._on_chain(chain)
         self._own = None
         self._followed_at = loop_now()
 
     def on_round(self, closed: ClosedRound) -> None:
         """Go on to the next round, after the mean of this one was applied."""
         self.chain = closed.after
-        self._branch |= closed.after.folders
-        self._journal.seen.forget(closed.after)
+        oldest = closed.after.round - LISTED_ROUNDS
+        branch = self._branch | closed.after.folders
+        self._branch = {round: folder for round, folder in branch.items() if round >= oldest}
+        self._on_chain(closed.after)
+
+    def _on_chain(self, chain: RoundChain) -> None:
+        self.seen.forget(chain)
         self._followed_at = loop_now()
-        if len(closed.after.members) >= self.min_peers:
+        if not chain.is_first:
             self.min_peers = 1
 
     async def write(
@@ -155,20 +168,22 @@ class ChainFollower:
         )
         path = f"{chain.folder}/{self._me.hex()}"
         began_at = loop_now()
+        # Before the upload, whose answer may get lost.
+        own = self._own = _Written(chain.round, path, data, content)
         is_new = await journal.patiently(journal.bucket.create, path, data)
         self._upload_s = loop_now() - began_at
         if is_new:
-            self._own = _Written(chain.round, path, data, content, loop_now())
+            own.written_at = loop_now()
             return chain.round
-        # An earlier session of this peer has contributed: that one counts.
-        earlier = b""
         places = await journal.patiently(journal.bucket.list, chain.folder)
         place = RoundListing.of(places).at(path)
         if place is not None:
             with suppress(PeerError, ValueError):
-                earlier, _, _ = await journal.whole(place, PseudoGradient, len(content))
-        await asyncio.to_thread(_keep_loss, vector, journal.codec, b"")
-        self._own = _Written(chain.round, path, earlier, b"", None)
+                own.data, _, _ = await journal.whole(place, PseudoGradient, len(content))
+        if own.data != data:
+            # An earlier session of this peer has contributed: that one counts.
+            own.content = b""
+            await asyncio.to_thread(_keep_loss, vector, journal.codec, b"")
         return chain.round
 
     async def next_round(self, contribution: RoundInput, round: int) -> Counted | None:
@@ -180,12 +195,11 @@ class ChainFollower:
         if closed is None:
             return None
         counted = closed.counts(self._me, round)
-        spoilt = self._own is not None and self._own.place in self._journal.seen.faults
         too_old = closed.manifest.round >= round + WINDOW
-        over = counted or not contribution.weight or spoilt or too_old
+        over = counted or not contribution.weight or too_old
         if over:
             self._own = None
-        return Counted(closed, counted, over, spoilt)
+        return Counted(closed, counted, over)
 
     async def _next(self) -> ClosedRound | None:
         """Wait until the round is over, and close it if that is due.
@@ -207,10 +221,8 @@ class ChainFollower:
                     self.chain = None
                     return None
                 case Close():
-                    if loop_now() > journal.listed_at + FRESH_S:
-                        # This peer has read contributions since, and must list those that came meanwhile.
-                        continue
-                    journal.tell(action.faults)
+                    for place, fault in action.faults.items():
+                        journal.tell(place, fault, self.seen.author_of(place))
                     data = journal.signed(
                         RoundManifest, round=chain.round, base=chain.base, entries=action.entries
                     )
@@ -226,15 +238,18 @@ class ChainFollower:
     async def _decide(self, chain: RoundChain) -> Decision:
         """Look at the bucket, and return what to do next; seek the state that leads to the others, if they left."""
         journal = self._journal
-        seen = await journal.look(chain)
-        if await self._restore(seen.listing):
-            seen = await journal.look(chain)
-        self._find_own(seen.listing)
+        await journal.look(chain, self.seen)
+        was_restored = await self._restore()
+        if was_restored or loop_now() > journal.listed_at + FRESH_S:
+            # Others may have written while this peer was reading: a manifest must list that too.
+            await journal.look(chain, self.seen)
+        self._find_own()
+        self.has_others_elsewhere = bool(others_elsewhere(chain, self._branch, self.seen, self._me))
         may_leave = True
         while True:
             action = decide(
                 chain,
-                seen,
+                self.seen,
                 journal.bucket.now(),
                 me=self._me,
                 branch=self._branch,
@@ -244,16 +259,16 @@ class ChainFollower:
             )
             if not isinstance(action, LoadState):
                 return action
-            self.later = await journal.patiently(journal.newest_state, chain)
+            states = await journal.patiently(journal.states)
+            if states != self._tried:
+                self._tried = states
+                self.later = await journal.patiently(journal.newest_state, states, self._branch)
             if self.later is not None:
-                text = (
-                    f"most members went on from another manifest: this peer gives up its round {chain.round}"
-                )
+                text = f"the others went on without this peer, or on another branch: it gives up round {chain.round}"
                 logger.warning("%s", text)
                 self._events.emit(Notice(loop_now(), text, logged=True))
                 return action
             may_leave = False
-            seen = await journal.look(chain)
 
     def _left_out(self, chain: RoundChain) -> set[PeerId]:
         return {member for member in chain.members if not self._patience.is_awaited(member, chain.round)}
@@ -265,7 +280,7 @@ class ChainFollower:
         if own is not None and own.place is not None:
             contributed_at = own.place.modified_at
         awaited = set(chain.members) - self._left_out(chain) - {self._me}
-        waited_s = late_s(chain, self._journal.seen, closed, awaited, contributed_at)
+        waited_s = late_s(chain, self.seen, closed, awaited, contributed_at)
         for member in self._patience.on_late(waited_s.keys(), {self._me, *awaited}, closed.after.round):
             what = "its contribution to a round"
             self._events.emit(Waited(loop_now(), member.hex(), what, waited_s[member]))
@@ -287,36 +302,46 @@ class ChainFollower:
         logger.warning("%s", text)
         self._events.emit(Notice(loop_now(), text, logged=True))
 
-    async def _restore(self, listing: RoundListing) -> bool:
-        """Write the own contribution again if somebody has deleted it; return whether that was so."""
+    async def _restore(self) -> bool:
+        """Write the own contribution again if it was deleted or damaged; return whether that was so."""
         own = self._own
         journal = self._journal
-        if own is None or not own.data or listing.at(own.path) is not None:
-            return False
-        if listing.latest > own.round + WINDOW:
+        listing = self.seen.listing
+        if own is None or listing.latest > own.round + WINDOW:
             # Others went on, and may have deleted old rounds.
             return False
-        if not await journal.patiently(journal.bucket.create, own.path, own.data):
+        place = listing.at(own.path)
+        if place is not None and place not in self.seen.faults:
             return False
-        own.written_at = loop_now()
-        if own.round != self._restored_round:
+        if place is None:
+            what = "deleted from"
+            written = await journal.patiently(journal.bucket.create, own.path, own.data)
+        else:
+            what = "damaged in"
+            await journal.patiently(journal.bucket.replace, own.path, own.data)
+            written = True
+        was_there = own.place is not None or place is not None
+        if written and was_there and own.round != self._restored_round:
             self._restored_round = own.round
             text = (
-                f"this peer's contribution to round {own.round} was deleted from {journal.bucket.address}, and is "
+                f"this peer's contribution to round {own.round} was {what} {journal.bucket.address}, and is "
                 "written again: does somebody's program or a rule of the store delete objects there?"
             )
             logger.warning("%s", text)
             self._events.emit(Notice(loop_now(), text, logged=True))
-        return True
+        return written
 
-    def _find_own(self, listing: RoundListing) -> None:
+    def _find_own(self) -> None:
         """Find the own contribution that is not listed yet, and set the store's clock by it."""
         own = self._own
         if own is None:
             return
-        own.place = listing.at(own.path)
-        if own.place is not None and own.written_at is not None:
-            self._journal.bucket.on_time(own.place.modified_at, own.written_at)
+        place = self.seen.listing.at(own.path)
+        if place is None:
+            return
+        own.place = place
+        if own.written_at is not None:
+            self._journal.bucket.on_time(place.modified_at, own.written_at)
             own.written_at = None  # others may overwrite it
 
 

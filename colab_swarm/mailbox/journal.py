@@ -2,7 +2,8 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Coroutine
+import math
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from typing import Any, ParamSpec, TypeAlias, TypeVar
 
 import numpy as np
@@ -30,11 +31,10 @@ from colab_swarm.mailbox.objects import (
     round_of,
     seal,
     start_bytes,
-    state_path,
     unseal,
     unseal_start,
 )
-from colab_swarm.net.peers import Role, remember
+from colab_swarm.net.peers import PeerId, Role, remember
 from colab_swarm.runtime import loop_now
 from colab_swarm.tensors.chunks import Manifest, Snapshot
 from colab_swarm.tensors.codecs import Floats, codec_of
@@ -45,7 +45,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 P = ParamSpec("P")
 READS_AT_ONCE = 16
-_LISTED_ROUNDS = 16  # so far behind this peer is a branch that it can see
+LISTED_ROUNDS = 16  # so far behind this peer is a branch that it can see
 _MAX_TOLD = 1000
 RoleOf: TypeAlias = Callable[[bytes, bytes, float], Role]
 """``role_of(key, membership, at)``: a member's role at a time; raises `PeerError` if it is none."""
@@ -124,13 +124,13 @@ class Journal:
         self.codec = codec_of(settings.compression)
         self.numel = numel
         self.statements = Statements(bucket, settings.prefix, services.peers.role_by)
-        self.seen = Seen()
         self.listed_at = loop_now()  # when the last look had its list of objects
         self._peers = services.peers
         self._events: EventLog = services.events
         self._prefix = settings.prefix
         self._until = until
         self._is_away = False
+        self._forgave_at = -math.inf  # when faults were last forgotten
         self._told: dict[StoredObject, None] = {}  # objects of which a fault was reported
 
     def signed(self, kind: type[H], content: bytes | memoryview = b"", **fields: Any) -> bytes:
@@ -174,48 +174,50 @@ class Journal:
             raise BucketError(f"{self.bucket.address} does not show {CARD}, which this peer has written")
         return card
 
-    async def look(self, chain: RoundChain) -> Seen:
+    async def look(self, chain: RoundChain, seen: Seen) -> None:
         """Read all that a decision on the chain's next round needs."""
-        places = await self.patiently(
-            self.bucket.list, "rounds", f"rounds/{max(chain.round - WINDOW, 0):08d}"
-        )
+        first = max(chain.round - LISTED_ROUNDS, 0)
+        places = await self.patiently(self.bucket.list, "rounds", f"rounds/{first:08d}")
         self.listed_at = loop_now()
-        self.seen.listing = RoundListing.of(places)
-        return await self._read_for(chain)
+        if self.listed_at > self._forgave_at + chain.grace_s:
+            # An answer may have been cut off, and a synced folder may show the whole file by now.
+            self._forgave_at = self.listed_at
+            seen.faults.clear()
+        seen.listing = RoundListing.of(places)
+        await self._read_for(chain, seen)
 
-    async def follow(self, chain: RoundChain) -> AsyncIterator[ClosedRound]:
+    async def follow(self, chain: RoundChain, seen: Seen) -> AsyncIterator[ClosedRound]:
         """Yield the rounds that are over, from this place on."""
-        seen = await self.look(chain)
+        await self.look(chain, seen)
         while (closed := standing(chain, seen)) is not None:
             yield closed
             chain = closed.after
             seen.forget(chain)
-            seen = await self._read_for(chain)
+            await self._read_for(chain, seen)
 
-    async def _read_for(self, chain: RoundChain) -> Seen:
+    async def _read_for(self, chain: RoundChain, seen: Seen) -> None:
         # All at once would be in memory before any of them is judged.
         turns = asyncio.Semaphore(READS_AT_ONCE)
 
         async def read_in_turn(place: StoredObject) -> None:
             async with turns:
-                await self._read(place)
+                await self._read(place, seen)
 
-        await asyncio.gather(*map(read_in_turn, self.seen.unread(chain)))
-        return self.seen
+        await asyncio.gather(*map(read_in_turn, seen.unread(chain)))
 
-    async def _read(self, place: StoredObject) -> None:
+    async def _read(self, place: StoredObject, seen: Seen) -> None:
         name = place.path.rpartition("/")[2]
         try:
             if name.startswith(MANIFEST):
                 data, manifest, _ = await self.whole(place, RoundManifest)
-                self.seen.manifests[place] = manifest, content_digest(data)
+                seen.manifests[place] = manifest, content_digest(data)
             elif name.endswith(LEFT):
-                _, self.seen.farewells[place], _ = await self.whole(place, Farewell)
+                _, seen.farewells[place], _ = await self.whole(place, Farewell)
             else:
-                self.seen.contributions[place] = await self.contribution(place)
+                seen.contributions[place] = await self.contribution(place)
         except (PeerError, ValueError) as error:
-            self.seen.faults[place] = str(error)
-            self.tell({place: str(error)})
+            seen.faults[place] = str(error)
+            self.tell(place, str(error))
 
     async def contribution(self, place: StoredObject) -> StoredContribution:
         """Read a contribution. Raises `PeerError` or ValueError if it does not count."""
@@ -234,22 +236,16 @@ class Journal:
         statement, content = self.statements.opened(place, data, kind)
         return data or b"", statement, content
 
-    def tell(self, faults: dict[StoredObject, str]) -> None:
-        """Report objects that do not count, each once; by the name of who signed it, where that is known."""
-        for place, fault in faults.items():
-            if place in self._told:
-                continue
-            remember(self._told, place, None, _MAX_TOLD)
-            logger.info("%s does not count: %s", place.path, fault)
-            author = None
-            if place in self.seen.manifests:
-                author = self.seen.manifests[place][0].member
-            elif place in self.seen.contributions:
-                author = place.member
-            if author is None:
-                self._events.emit(Fault(loop_now(), "the bucket", f"{place.path} does not count: {fault}"))
-            else:
-                self._events.emit(PeerRefused(loop_now(), author.hex(), place.path, fault))
+    def tell(self, place: StoredObject, fault: str, author: PeerId | None = None) -> None:
+        """Report an object that does not count, once; ``author`` signed it, where that is known."""
+        if place in self._told:
+            return
+        remember(self._told, place, None, _MAX_TOLD)
+        logger.info("%s does not count: %s", place.path, fault)
+        if author is None:
+            self._events.emit(Fault(loop_now(), "the bucket", f"{place.path} does not count: {fault}"))
+        else:
+            self._events.emit(PeerRefused(loop_now(), author.hex(), place.path, fault))
 
     def mean(self, closed: ClosedRound, out: Floats) -> Floats:
         return mean_of(closed.manifest.entries, closed.contributions, self.codec, out)
@@ -266,39 +262,42 @@ class Journal:
         can be read.
         """
         while True:
-            newest = await self.newest_state()
+            newest = await self.newest_state(await self.states())
             if newest is not None:
                 return newest
             first = await asyncio.to_thread(own)
             chain = RoundChain.begin(first.manifest.step, first.root, now=self.bucket.now())
             if await self.write_state(chain, first):
                 return chain, None
+            await asyncio.sleep(LEAST_PAUSE_S)
 
-    async def newest_state(self, left: RoundChain | None = None) -> tuple[RoundChain, Snapshot] | None:
-        """Return the newest state that can be read, and its chain; None if there is none.
+    async def newest_state(
+        self, places: list[StoredObject], left: Mapping[int, str] | None = None
+    ) -> tuple[RoundChain, Snapshot] | None:
+        """Return the newest of these states that can be read, and its chain; None if there is none.
 
-        It must not lead to the chain that this peer has ``left``.
+        It must not lead to the branch that this peer has ``left``, of which this has the folders by round.
         """
-        places = await self._states()
         fault = ""
         for place in places:
+            if left is not None and not await self._leads_elsewhere(place, left):
+                continue
             try:
-                chain, snapshot = await self._state(place)
+                return await self._state(place)
             except (PeerError, StateError, ValueError) as error:
                 fault = str(error)
-                self.tell({place: fault})
-                continue
-            if left is None or not await self._leads_to(left, chain):
-                return chain, snapshot
+                self.tell(place, fault)
         require(left is not None or not places, f"no state in the bucket can be read: {fault}", StateError)
         return None
 
-    async def _leads_to(self, left: RoundChain, chain: RoundChain) -> bool:
-        async for closed in self.follow(chain):
+    async def _leads_elsewhere(self, place: StoredObject, left: Mapping[int, str]) -> bool:
+        head = await self.statements.head(place, StateHead)
+        if head is None:
+            return False
+        chain = head.chain
+        async for closed in self.follow(chain, Seen()):
             chain = closed.after
-            if chain.round >= left.round:
-                break
-        return chain.base in left.digests.values()
+        return left.get(chain.round) != chain.folder
 
     async def _state(self, place: StoredObject) -> tuple[RoundChain, Snapshot]:
         fits = 0 < place.size_bytes <= most_state_bytes(self.numel)
@@ -307,7 +306,7 @@ class Journal:
         head, blob = self.statements.opened(place, data, StateHead)
         manifest = Manifest.decode(head.manifest)
         values = np.frombuffer(blob, np.uint8).copy()
-        state = Snapshot.of(manifest.subject, manifest.step, values)
+        state = await asyncio.to_thread(Snapshot.of, manifest.subject, manifest.step, values)
         chain = head.chain
         fits = state.head == head.manifest and manifest.step == chain.round
         require(fits, "its state is another", ProtocolError)
@@ -317,7 +316,7 @@ class Journal:
         require(follows, "it is not of the rounds before it", ProtocolError)
         return chain, Snapshot(state.manifest, state.blob, (head.member,))
 
-    async def _states(self) -> list[StoredObject]:
+    async def states(self) -> list[StoredObject]:
         """Return the places of states, the newest first."""
         places = await self.bucket.list("states")
         return [place for place in reversed(places) if STATE_PLACE.fullmatch(place.path)]
@@ -326,16 +325,19 @@ class Journal:
         """Write a state; False if another peer was first."""
         blob = memoryview(snapshot.blob.data)
         data = await asyncio.to_thread(self.signed, StateHead, blob, chain=chain, manifest=snapshot.head)
-        return await self.bucket.create(state_path(chain.round), data)
+        return await self.bucket.create(chain.state_path, data)
 
     async def trim(self, round: int) -> None:
-        """Delete what is older than the last state but one before ``round``."""
-        states = [place for place in await self._states() if round_of(place.path) <= round]
+        """Delete what is older than the last state but one before ``round``, and was written before it."""
+        states = [place for place in await self.states() if round_of(place.path) <= round]
         if len(states) < 2:
             return
-        first = round_of(states[1].path)
-        old = [place.path for place in states[2:]]
-        for place in await self.bucket.list("rounds"):
-            if PLACE.fullmatch(place.path) and round_of(place.path) < first - 1 - WINDOW:
+        kept = states[1]
+        first = round_of(kept.path) - 1 - WINDOW
+        rounds = [place for place in await self.bucket.list("rounds") if PLACE.fullmatch(place.path)]
+        old = [place.path for place in states[2:] if place.modified_at < kept.modified_at]
+        for place in rounds:
+            # Of another branch that is behind, all is newer.
+            if round_of(place.path) < first and place.modified_at < kept.modified_at:
                 old.append(place.path)
         await self.bucket.delete(old)

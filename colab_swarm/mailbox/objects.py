@@ -26,7 +26,7 @@ MANIFEST = "manifest-"
 PLACE: Final = re.compile(
     r"rounds/([0-9]{8})-[0-9a-f]{16}/(?:([0-9a-f]{64})|manifest-[0-9]{2,6}|[0-9a-f]{64}-left)"
 )
-STATE_PLACE: Final = re.compile(r"states/[0-9]{8}")
+STATE_PLACE: Final = re.compile(r"states/[0-9]{8}-(?:first|[0-9a-f]{16})")
 _MARK: Final = b"colab_swarm"
 _HEAD: Final = len(_MARK) + 1 + 4  # bytes of an object before its statement
 
@@ -36,8 +36,11 @@ def folder_of(round: int, base: bytes) -> str:
     return f"rounds/{round:08d}-{base[:8].hex()}"
 
 
-def state_path(round: int) -> str:
-    return f"states/{round:08d}"
+def state_path(round: int, base: bytes | None) -> str:
+    """Return the path of a state after the manifest with this digest; None: of the first one."""
+    if base is None:
+        return f"states/{round:08d}-first"
+    return f"states/{round:08d}-{base[:8].hex()}"
 
 
 def round_of(path: str) -> int:

@@ -105,7 +105,7 @@ def test_the_status_of_a_run_passes_over_what_no_member_wrote_at_its_own_place()
         ids = {name: swarm.id.hex() for name, swarm in sim.swarms.items()}
         *_, carols = sorted(path for path in objects if path.endswith(ids["carol"]))
         late = f"{root}/rounds/00000099-{'0' * 16}"
-        lies = {f"{root}/states/zzz": b"", f"{root}/states/99999999": b"no state"}
+        lies = {f"{root}/states/zzz": b"", f"{root}/states/99999999-{bytes(8).hex()}": b"no state"}
         # a replayed manifest, one that is too large, an empty one
         lies |= {f"{late}/manifest-00": objects[last][0], f"{late}/manifest-01": bytes(2 * MANIFEST_BYTES)}
         lies |= {f"{late}/manifest-02": b"", f"{late}/{ids['alice']}": objects[carols][0]}
@@ -212,7 +212,8 @@ def test_garbage_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
             root = next(iter(sim.bucket.objects)).partition("card")[0]
             folders = {path.rpartition("/")[0] for path in sim.bucket.objects if "/rounds/" in path}
             names = [
-                f"{root}{name}" for name in ("rounds/x", "states/x", "states/99999999", "states/00000003")
+                f"{root}{name}"
+                for name in ("rounds/x", "states/x", "states/99999999", f"states/99999999-{bytes(8).hex()}")
             ]
             names += [f"{root}rounds/00000999-{bytes(8).hex()}/manifest-00", f"{root}rounds/é/../manifest-00"]
             names += [
@@ -233,7 +234,7 @@ def test_garbage_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
             rounds=8,
         )
         assert "manifest" in faults(sim, "alice", "bob") and "states/99999999" in faults(sim, "dave")
-        assert any(path.endswith("states/00000004") for path in sim.bucket.objects)
+        assert any("states/00000004-" in path for path in sim.bucket.objects)
 
 
 def test_of_two_manifests_at_once_one_stands(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -264,7 +265,7 @@ def test_a_run_of_an_older_version_is_refused_in_a_sentence(kind: str) -> None:
             train(swarm, rounds=1)
         return str(caught.value), faults(sim, swarm.name)
 
-    path = {"card": "card/first", "state": "states/00000000"}[kind]
+    path = {"card": "card/first", "state": "states/00000000-first"}[kind]
     with cs.simulate(1, mailbox=True) as sim:
         root = f"runs/{sim.swarms['alice'].run_id}/model"
         text, said = sim.run(life)["alice"]
@@ -273,4 +274,4 @@ def test_a_run_of_an_older_version_is_refused_in_a_sentence(kind: str) -> None:
         assert text == sentence
     else:
         assert text == f"no state in the bucket can be read: {sentence}"
-        assert said == f"states/00000000 does not count: {sentence}"
+        assert said == f"states/00000000-first does not count: {sentence}"
