@@ -49,9 +49,9 @@ layer raises `NoExpertsError`; `swarm.trainer` tries the batch again. Experts of
 host that dies loses the steps since its last save.
 
 **Security.** Messages and saves come from strangers: shapes, sizes and hashes are checked, nothing
-is pickled. Of three accounts that teach an expert or more, none moves it by more than 1.5 times the median
-one. A host could send wrong finite values: `reject_outliers=5` drops answers far from the
-median of three or more. A host can read its inputs: do not send it secrets.
+is pickled. An expert learns from all its callers as their gradients come. A host could send wrong finite
+values: `reject_outliers=5` drops answers far from the median of three or more. A host can read its
+inputs: do not send it secrets.
 
 ## Use
 

@@ -2,39 +2,28 @@
 
 The key whose oldest call waited longest comes first, and its oldest calls. The memory of a call is that
 of the parts received so far. A caller may hold as much as is still free (Choudhury and Hahne, 1998):
-one alone gets half, two get a third each. Peers of one voucher may together hold `KIN_SHARE` times as
-much as they leave free: three quarters. A call that exceeds either, also midway, is answered as busy.
-
-What one account moves an expert is bounded by what most do (`Teachers`).
+one alone gets half, two get a third each. A call that exceeds it, also midway, is answered as busy.
 """
 
 import asyncio
 import itertools
-import math
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from colab_swarm.errors import require
 from colab_swarm.moe.expert import BatchLimits, Expert
-from colab_swarm.net.peers import PeerId, Refusal, remember
+from colab_swarm.net.peers import PeerId, Refusal
 from colab_swarm.tensors.codecs import BLOCK_VALUES, MAX_BLOCKS, Buffer, Codec, Floats, all_finite
 from colab_swarm.tensors.device import Arrival
 
 PART_BYTES = 120 << 10
 MIN_RETRY_S = 0.05
 LONGEST_RETRY_S = 10.0  # also that of a paused host
-KIN_SHARE = 3
-MOST_PULL = 1.5  # of one account, in those of the median one; less than two others have together
-PULL_S = 30.0  # the time constant in which a pull is forgotten
-GONE_S = 60.0  # an account that has not taught for so long does not count in the median
-KNOWN_S = 60.0  # after which a peer has an account of its own
-_MAX_TEACHERS = 4096
 Answer: TypeAlias = list[Buffer]  # the encoded parts of the tensor for the caller
 Outcome: TypeAlias = Answer | BaseException
 
@@ -47,7 +36,6 @@ class Excerpt(NamedTuple):
 
 
 Computed: TypeAlias = tuple["Call", Excerpt | BaseException]
-Doubles: TypeAlias = np.typing.NDArray[np.float64]
 
 
 def spans(numel: int, codec: Codec) -> Iterator[slice]:
@@ -77,7 +65,6 @@ class Call:
 
     key: Key
     caller: PeerId
-    voucher: bytes  # who vouches for the caller
     samples: int
     size_bytes: int  # of the samples, decoded
     arrived_at: float  # monotonic seconds
@@ -86,9 +73,6 @@ class Call:
     parts: list[memoryview] = field(default_factory=list)  # as received
     held_bytes: int = 0  # received; kept until the answer, of about the same size, is sent
     received: bool = False  # completely
-    # Set by `Teachers`: the part of its gradient that teaches, and whether its account sends twice as much as may.
-    share: float = 1.0
-    insists: bool = False
 
     def decode_into(self, tensors: Sequence[Floats]) -> None:
         """Decode the parts and free them; raise `ValueError` for one that is no tensor or not finite."""
@@ -105,52 +89,6 @@ class Unusable(Refusal):
     """The caller's own tensors are the fault."""
 
 
-class Teachers:
-    """How far each account has lately moved one expert, as its host saw it. ``now`` is a call's arrival.
-
-    Of three accounts or more, none moves the expert by more than `MOST_PULL` times the median one, in steps and in
-    gradients: what is beyond does not teach. So the others together outweigh any one. Two accounts have no
-    majority, and one alone teaches as it likes. Peers of one voucher are one account until they have taught for
-    `KNOWN_S`.
-    """
-
-    def __init__(self) -> None:
-        self._since: dict[PeerId, float] = {}  # when a peer first taught
-        # By account: when it last taught; its pulls at that time, those that taught and those that it sent.
-        self._pulls: dict[bytes, tuple[float, Doubles]] = {}
-
-    def weigh(self, call: Call, inputs: Tensor, grads: Tensor) -> None:
-        """Count a call and set its ``share``. Raises ValueError if its tensors are too large to be weighed."""
-        now = call.arrived_at
-        pull = _pull(inputs, grads)
-        since = self._since.get(call.caller, now)
-        remember(self._since, call.caller, since, _MAX_TEACHERS)
-        account = bytes(call.caller)
-        if now - since < KNOWN_S:
-            account = b"voucher " + call.voucher
-        self._pulls = {other: entry for other, entry in self._pulls.items() if now - entry[0] < GONE_S}
-        at, sums = self._pulls.get(account, (now, np.zeros((2, len(pull)))))
-        sums = sums * math.exp(min(0.0, at - now) / PULL_S) + pull
-        # the others' as of their last call, so that one that pauses lowers no median
-        self._pulls[account] = now, sums
-        # of an even number the upper one: of two accounts none limits the other
-        taught = np.sort([sums[0] for _, sums in self._pulls.values()], axis=0)
-        most = MOST_PULL * taught[len(taught) // 2]
-        parts = 1.0 - (sums[0] - most)[pull > 0] / pull[pull > 0]
-        call.share = float(np.clip(parts.min(), 0.0, 1.0))
-        call.insists = call.share < 1 and bool((sums[1] > 2 * most).any())
-        sums[0] -= (1.0 - call.share) * pull
-
-
-def _pull(inputs: Tensor, grads: Tensor) -> Doubles:
-    """Return what moves an expert: a step, and the gradients of its biases and of its weights, about."""
-    grads_N = torch.linalg.vector_norm(grads.flatten(1), dim=1).double()
-    inputs_N = torch.linalg.vector_norm(inputs.flatten(1), dim=1).double()
-    pull = np.array([1.0, float(grads_N.sum()), float(grads_N @ inputs_N)])
-    require(np.isfinite(pull).all(), "your tensors lead to values that are not finite")
-    return pull
-
-
 class Batching:
     """The calls at one host: a queue of waiting ones per `Key`, and the memory of all."""
 
@@ -158,9 +96,8 @@ class Batching:
         self.limits = limits
         self._queues: dict[Key, deque[Call]] = {}
         self._inside: dict[Call, None] = {}
-        # bytes by caller, by voucher
+        # bytes by caller
         self._held = Counter[bytes]()
-        self._kin = Counter[bytes]()
         self._byte_s = 1e-9  # to compute a byte of a call, mean of the last batches; the first is a guess
 
     def admit(self, call: Call) -> float | None:
@@ -189,19 +126,17 @@ class Batching:
         held = self._held.total()
         after = call.held_bytes + more_bytes
         own = self._held[call.caller] - call.held_bytes
-        kin = self._kin[call.voucher] - call.held_bytes
         free = self.limits.max_held_bytes - held - more_bytes
-        # a caller's or voucher's only call may fill what is free: it may be as large as a batch
-        if free >= 0 and (not own or own + after <= free) and (not kin or kin + after <= KIN_SHARE * free):
+        # a caller's only call may fill what is free: it may be as large as a batch
+        if free >= 0 and (not own or own + after <= free):
             return None
         return min(max(MIN_RETRY_S, held * self._byte_s), LONGEST_RETRY_S)
 
     def _count(self, call: Call, more_bytes: int) -> None:
         call.held_bytes += more_bytes
-        for held, whose in ((self._held, call.caller), (self._kin, call.voucher)):
-            held[whose] += more_bytes
-            if not held[whose]:
-                del held[whose]
+        self._held[call.caller] += more_bytes
+        if not self._held[call.caller]:
+            del self._held[call.caller]
 
     def enqueue(self, call: Call) -> None:
         """Queue an admitted call that was received completely."""
@@ -253,7 +188,7 @@ class Batching:
         return samples
 
 
-def compute(expert: Expert, calls: Sequence[Call], teachers: Teachers) -> list[Computed]:
+def compute(expert: Expert, calls: Sequence[Call]) -> list[Computed]:
     """Begin to compute calls of one key as one batch. `finished` waits for their answers."""
     samples = sum(call.samples for call in calls)
     key = calls[0].key
@@ -266,16 +201,9 @@ def compute(expert: Expert, calls: Sequence[Call], teachers: Teachers) -> list[C
         own = [stack[row : row + call.samples] for stack in stacks]
         try:
             call.decode_into([tensor.numpy() for tensor in own])
-            if key.backward:
-                teachers.weigh(call, *own)
         except ValueError as error:
             computed.append((call, Unusable(str(error))))
             continue
-        if call.share == 0:
-            computed.append((call, Excerpt(Arrival(torch.zeros(own[0].shape)), 0)))
-            continue
-        if call.share < 1:
-            own[1].mul_(call.share)
         valid.append(call)
         row += call.samples
     if valid:
@@ -315,9 +243,6 @@ def _encoded(call: Call, result: Excerpt | BaseException) -> Outcome:
         return result
     try:
         outputs = result.outputs.read()[result.first : result.first + call.samples]
-        # the caller's own layers learn from its whole gradient
-        if 0 < call.share < 1:
-            outputs = outputs / call.share
         return list(encoded(outputs.numpy(), call.codec))
     except ValueError as error:  # not finite: some codecs cannot represent it
         return Refusal(f"{call.key.uid} answers with {error}")

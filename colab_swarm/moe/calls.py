@@ -35,7 +35,6 @@ from colab_swarm.moe.batching import (
     Computed,
     Key,
     Outcome,
-    Teachers,
     Unusable,
     compute,
     encoded,
@@ -272,7 +271,6 @@ class ExpertStatistics:
 class _Served:
     def __init__(self, expert: Expert) -> None:
         self.expert = expert
-        self.teachers = Teachers()
         self._samples = self._calls = self._batches = 0
         self._last = deque[tuple[float, float, int]](
             maxlen=LAST
@@ -414,9 +412,8 @@ class ExpertServer:
         loop = asyncio.get_running_loop()
         key = Key(uid, isinstance(opening, BackwardExpert), shape, expert.device)
         size_bytes = (1 + key.backward) * opening.samples * math.prod(shape) * 4
-        who = (stream.peer, stream.voucher)
         answer = loop.create_future()
-        return Call(key, *who, opening.samples, size_bytes, loop.time(), codec, answer)
+        return Call(key, stream.peer, opening.samples, size_bytes, loop.time(), codec, answer)
 
     async def _receive(self, call: Call, stream: Stream) -> float | None:
         """Receive a call's tensors; return None, or the seconds to wait before a retry if memory ran out."""
@@ -485,7 +482,7 @@ class ExpertServer:
         if served is None or served.expert.device != device:
             return [(call, _gone(uid)) for call in calls]
         try:
-            return compute(served.expert, calls, served.teachers)
+            return compute(served.expert, calls)
         except BaseException as error:  # SystemExit in a user's module; no memory for the batch
             return [(call, error) for call in calls]
 
@@ -503,8 +500,6 @@ class ExpertServer:
                 answer = Refusal(f"{call.key.uid} failed: {text}")
             if isinstance(answer, Unusable):
                 self._name(call, "a call", str(answer), now)
-            elif call.insists:
-                self._name(call, "gradients", "it moves the expert far more than most peers do", now)
             if call.answer.done():
                 continue  # the caller has gone
             if isinstance(answer, BaseException):

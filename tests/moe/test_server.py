@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from colab_swarm.errors import CallRefused, ExpertError
 from colab_swarm.events import EventLog, Fault, Notice, PeerRefused
 from colab_swarm.moe import calls as expert_calls
-from colab_swarm.moe.batching import LONGEST_RETRY_S, Call, Teachers, compute, finished
+from colab_swarm.moe.batching import LONGEST_RETRY_S, Call, compute, finished
 from colab_swarm.moe.blocks import FeedForward, TransformerBlock
 from colab_swarm.moe.calls import LONGEST, ExpertServer, ForwardExpert, Part
 from colab_swarm.moe.expert import BatchLimits, Expert, ExpertRule
@@ -450,7 +450,7 @@ def test_any_input_is_answered_or_refused_and_the_expert_stays_finite(
     for codec in codecs:
         parts = [rng.bytes(codec_of(codec).encoded_bytes(SMALL)) for _ in range(1 + backward)]
         calls.append(received_call(parts, codec, backward=backward))
-    answers = finished(compute(small_expert(), calls, Teachers()))
+    answers = finished(compute(small_expert(), calls))
     assert {id(one) for one, _ in answers} == {id(one) for one in calls}
     for one, answer in answers:
         if isinstance(answer, list):
@@ -469,7 +469,7 @@ def test_after_a_bug_each_caller_is_answered_by_itself_but_none_teaches_twice(ba
 
     parts = [np.full(SMALL, value, np.float32).tobytes() for value in (0, 2)]
     calls = [received_call([part] * (1 + backward), "float32", backward=backward) for part in parts]
-    answers = finished(compute(Expert("ffn.0", Function(fragile), RULE, (SMALL,)), calls, Teachers()))
+    answers = finished(compute(Expert("ffn.0", Function(fragile), RULE, (SMALL,)), calls))
     assert [isinstance(answer, KeyError) for _, answer in answers] == [backward, True]
 
 
@@ -484,22 +484,9 @@ def test_outputs_that_a_codec_cannot_represent_fail_only_that_call(codec: str) -
         received_call([bytes(codec_of(name).encode(ones))], name, backward=False)
         for name in (codec, "float32")
     ]
-    (_, refused), (_, answered) = finished(compute(spoilt, calls, Teachers()))
+    (_, refused), (_, answered) = finished(compute(spoilt, calls))
     assert isinstance(refused, Refusal) and "not finite" in str(refused)
     assert isinstance(answered, list)
-
-
-async def test_a_caller_that_sends_more_than_may_teach_is_named_once() -> None:
-    events = EventLog()
-    async with hosting(events=events) as scene:
-        call = received_call([bytes(16)] * 2, "float32", backward=True)
-        call.answer = asyncio.get_running_loop().create_future()
-        call.answer.cancel()
-        call.insists = True
-        for now in (1.0, 2.0):
-            scene.server._answer([(call, [])], now)
-    (named,) = events.recent(PeerRefused)
-    assert isinstance(named, PeerRefused) and named.peer == b"alice".hex()
 
 
 async def test_a_paused_host_takes_no_calls_and_finishes_those_it_has_afterwards() -> None:
