@@ -111,7 +111,7 @@ class Backbone:
 
     def _snapshot(self, keeper: Keeper, seen: SwarmSnapshot) -> SwarmSnapshot:
         branch = keeper.branch
-        records = (keeper.trainers, keeper.view.assistants)
+        records = (keeper.view.others, keeper.view.assistants)
         rows = peer_rows(self.swarm.services.peers, self._file.peer_name, *records, self.swarm.runtime.time())
         return replace(
             seen,

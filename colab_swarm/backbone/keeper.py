@@ -323,11 +323,6 @@ class Keeper:
         self._saving: asyncio.Task[None] | None = None
 
     @property
-    def trainers(self) -> dict[PeerId, ProgressRecord]:
-        me = self._services.peers.id
-        return {peer: record for peer, record in self.view.all.items() if peer != me}
-
-    @property
     def standing_in(self) -> int | None:
         """The step of the checkpoint for late joiners, or None while there are trainers."""
         return None if self.stored is None else self.stored.manifest.step
@@ -361,7 +356,7 @@ class Keeper:
         if linked or now_on != self.branch:
             self._heard_at = loop_now()
         self.branch = now_on
-        points = self.curve.on_records(self.trainers, self.branch, at=time.time())
+        points = self.curve.on_records(self.view.others, self.branch, at=time.time())
         if points:
             self._append(points)
         await self._stand_in()

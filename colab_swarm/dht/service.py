@@ -198,16 +198,6 @@ class DHT:
     async def read(self, key: str | bytes) -> Reading:
         """Do as `get`, and count hops and calls."""
         id = key_id(key)
-        merged, lookup, first = await self._gather(id)
-        return Reading(self._found_in(merged, id), lookup.hops(first[0]) if first else None, lookup.calls)
-
-    async def records(self, key: str | bytes) -> tuple[Record, ...]:
-        """Return the live records under ``key`` as they were written, with their signatures."""
-        id = key_id(key)
-        merged, _, _ = await self._gather(id)
-        return merged.get(id, now=self._now())
-
-    async def _gather(self, id: bytes) -> tuple[Storage, Lookup, list[PeerId]]:
         merged = Storage(self._peers.role_by)
         first = list[PeerId]()
         lookup = self._lookup(id, width=READ_REPLICAS)
@@ -216,7 +206,7 @@ class DHT:
         if not first:  # perhaps the nearest have just joined
             lookup.width = REPLICAS + READ_REPLICAS
             await self._search(lookup, ask)
-        return merged, lookup, first
+        return Reading(self._found_in(merged, id), lookup.hops(first[0]) if first else None, lookup.calls)
 
     async def fetch(self, key: str | bytes) -> Reading:
         """Return the records of the first holder that answers: faster and less reliable than `read`.

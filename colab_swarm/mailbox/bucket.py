@@ -449,7 +449,7 @@ class Bucket:
     async def require_conditional_writes(self) -> None:
         """Raise `BucketError` unless the store keeps the first of two writes."""
         path = f"checks/{os.urandom(8).hex()}"
-        first = await self.create(path, b"first")
+        await self.create(path, b"first")
         written_at = loop_now()
         second = await self.create(path, b"second")
         # raw times: an own object has that of the store's clock, also in a folder
@@ -459,7 +459,7 @@ class Bucket:
             await self.delete([path])
         mine = [place for place in places if place.path == self._root + path]
         require(
-            first and not second and kept == b"first" and mine,
+            not second and kept == b"first" and mine,
             f"{self.address} overwrites objects that exist: a run needs a store with conditional writes, such as S3, "
             "R2, MinIO, Google, Azure, or a folder",
             BucketError,

@@ -6,7 +6,7 @@ Each round is closed by a manifest, whose digest is the base of the next round. 
 import math
 import statistics
 from collections.abc import Collection
-from typing import ClassVar, Self
+from typing import ClassVar
 
 from colab_swarm.errors import require
 from colab_swarm.mailbox.objects import (
@@ -20,7 +20,6 @@ from colab_swarm.mailbox.objects import (
     RoundManifest,
     Statement,
     folder_of,
-    state_path,
 )
 from colab_swarm.net.peers import Message, PeerId
 
@@ -45,11 +44,6 @@ class RoundChain(Message, frozen=True):
     def __post_init__(self) -> None:
         require(self.round in self.digests, "a chain needs the digest of its last manifest")
 
-    @classmethod
-    def begin(cls, round: int, root: bytes, *, now: float) -> Self:
-        """Return the chain before the first round, of the state with this digest."""
-        return cls(round, {round: root}, now)
-
     @property
     def base(self) -> bytes:
         return self.digests[self.round]
@@ -71,7 +65,9 @@ class RoundChain(Message, frozen=True):
     @property
     def state_path(self) -> str:
         """Where a state before this round is; of all first ones, the bucket keeps one."""
-        return state_path(self.round, None if self.is_first else self.base)
+        if self.is_first:
+            return f"states/{self.round:08d}-first"
+        return f"states/{self.round:08d}-{self.base[:8].hex()}"
 
     @property
     def farewells(self) -> dict[str, PeerId]:

@@ -187,24 +187,9 @@ class ChainFollower:
         return chain.round
 
     async def next_round(self, contribution: RoundInput, round: int) -> Counted | None:
-        """Wait until a round is over, and say what it means for the contribution to ``round``.
+        """Wait until a round is over, close it if that is due, and say what it means for the contribution to ``round``.
 
         None if the trainer waits no longer, or this peer must catch up.
-        """
-        closed = await self._next()
-        if closed is None:
-            return None
-        counted = closed.counts(self._me, round)
-        too_old = closed.manifest.round >= round + WINDOW
-        over = counted or not contribution.weight or too_old
-        if over:
-            self._own = None
-        return Counted(closed, counted, over)
-
-    async def _next(self) -> ClosedRound | None:
-        """Wait until the round is over, and close it if that is due.
-
-        None if this peer waits no longer, or others went on without it, and it must catch up.
         """
         chain = self.chain
         journal = self._journal
@@ -216,7 +201,12 @@ class ChainFollower:
             match action:
                 case Follow(closed):
                     self._settle(chain, closed)
-                    return closed
+                    counted = closed.counts(self._me, round)
+                    is_too_old = closed.manifest.round >= round + WINDOW
+                    over = counted or not contribution.weight or is_too_old
+                    if over:
+                        self._own = None
+                    return Counted(closed, counted, over)
                 case LoadState():
                     self.chain = None
                     return None
@@ -269,6 +259,7 @@ class ChainFollower:
                 self._events.emit(Notice(loop_now(), text, logged=True))
                 return action
             may_leave = False
+            await journal.look(chain, self.seen)
 
     def _left_out(self, chain: RoundChain) -> set[PeerId]:
         return {member for member in chain.members if not self._patience.is_awaited(member, chain.round)}

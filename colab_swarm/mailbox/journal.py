@@ -266,7 +266,8 @@ class Journal:
             if newest is not None:
                 return newest
             first = await asyncio.to_thread(own)
-            chain = RoundChain.begin(first.manifest.step, first.root, now=self.bucket.now())
+            step = first.manifest.step
+            chain = RoundChain(step, {step: first.root}, closed_at=self.bucket.now())
             if await self.write_state(chain, first):
                 return chain, None
             await asyncio.sleep(LEAST_PAUSE_S)

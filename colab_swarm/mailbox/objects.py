@@ -36,16 +36,9 @@ def folder_of(round: int, base: bytes) -> str:
     return f"rounds/{round:08d}-{base[:8].hex()}"
 
 
-def state_path(round: int, base: bytes | None) -> str:
-    """Return the path of a state after the manifest with this digest; None: of the first one."""
-    if base is None:
-        return f"states/{round:08d}-first"
-    return f"states/{round:08d}-{base[:8].hex()}"
-
-
 def round_of(path: str) -> int:
     """Return the round of the path of a state, or of an object of a round."""
-    return int(path[7:15])
+    return int(path.partition("/")[2][:8])
 
 
 Figure = Annotated[float, msgspec.Meta(ge=0, lt=1e12)]

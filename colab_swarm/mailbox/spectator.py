@@ -1,5 +1,6 @@
 """Who trains a model in a bucket, for a peer that only looks on."""
 
+import itertools
 import math
 from collections.abc import Iterable
 from dataclasses import replace
@@ -37,21 +38,10 @@ async def last_members(bucket: Bucket, prefix: str, admission: MembershipAdmissi
         return None
 
     async def row_of(member: PeerId, step: int) -> PeerRow:
-        row = PeerRow(
-            name=short(member),
-            id=short(member),
-            role="trainer",
-            step=step,
-            samples_per_s=0.0,
-            samples=0.0,
-            reachable=None,
-            me=False,
-        )
+        row = PeerRow(short(member), short(member), "trainer", step, 0.0, 0.0, reachable=None, me=False)
         # the newest contribution may be of the round that is open
-        every = [place for places in listing.contributions.values() for place in places]
-        contributions = sorted(
-            (place for place in every if place.member == member), key=lambda place: place.path
-        )
+        every = itertools.chain(*listing.contributions.values())
+        contributions = [place for place in every if place.member == member]
         newest = await first_of(reversed(contributions), PseudoGradient)
         folder = ""
         if newest is not None:

@@ -335,7 +335,7 @@ class Link:
         self.on_lost(reason)
 
     async def wait_closed(self, *, timeout_s: float) -> None:
-        """Return when the carrier is closed and no handler runs; the carrier is aborted at the deadline."""
+        """Return when the carrier is closed; it is aborted at the deadline."""
         try:
             async with asyncio.timeout(timeout_s):
                 await self.carrier.wait_closed()

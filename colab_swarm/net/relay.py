@@ -47,7 +47,7 @@ CIRCUITS_PER_PEER = 32
 _IDLE_S = 120.0
 # An end that has not shown its ticket by then will not connect.
 _CONNECT_S = 15.0
-_PLACES = 2
+_WANTED_PLACES = 2
 # Times between two looks for relays: without a place, with one, and with all.
 RETRY_S = 1.0
 _SECOND_PLACE_S = 5.0
@@ -346,7 +346,9 @@ class _Pump:
             self.socket.resume_reading()
 
 
-def choose(rtts_s: dict[PeerId, float], reserved: Container[PeerId], places: int = _PLACES) -> list[PeerId]:
+def choose(
+    rtts_s: dict[PeerId, float], reserved: Container[PeerId], places: int = _WANTED_PLACES
+) -> list[PeerId]:
     """Return the nearest relays; those where this peer has a place get a bonus."""
 
     def distance(relay: PeerId) -> tuple[float, PeerId]:
@@ -480,11 +482,11 @@ class Circuits:
             for relay in nearest:
                 await self._reserve(relay)
             self._looked.set()
-            if len(self.places) > _PLACES:
+            if len(self.places) > _WANTED_PLACES:
                 self._forget([relay for relay in self.places if relay not in nearest])
             if not self.places:
                 wait_s = RETRY_S
-            elif len(self.places) < _PLACES:
+            elif len(self.places) < _WANTED_PLACES:
                 wait_s = _SECOND_PLACE_S
             else:
                 wait_s = _LOOK_EVERY_S

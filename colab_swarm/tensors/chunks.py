@@ -23,7 +23,17 @@ from blake3 import blake3
 from colab_swarm.errors import PeerError, StateError, require
 from colab_swarm.net.node import Node
 from colab_swarm.net.patience import allowance_s
-from colab_swarm.net.peers import MAX_PAYLOAD_BYTES, Buffer, Message, PeerId, Refusal, Stream, decoded, short
+from colab_swarm.net.peers import (
+    MAX_PAYLOAD_BYTES,
+    Buffer,
+    Message,
+    PeerId,
+    Refusal,
+    Stream,
+    decoded,
+    end_tasks,
+    short,
+)
 from colab_swarm.tensors.statedict import Blob
 
 logger = logging.getLogger(__name__)
@@ -227,9 +237,7 @@ class ChunkDownload:
                 if any(worker.result() for worker in done):
                     limit_s = silence_s(self._peers, map(workers.__getitem__, pending))
         finally:
-            for worker in pending:
-                worker.cancel()
-            await asyncio.gather(*pending, return_exceptions=True)
+            await end_tasks(*pending)
         return [donor for worker, donor in workers.items() if worker not in pending and worker.result()]
 
     async def _work(self, donor: PeerId, timeout_s: float) -> bool:

@@ -243,9 +243,10 @@ class RevocationGossip:
             removed = [
                 subject.hex()[:8] for subject in self.admission.revoked.subjects if subject not in before
             ]
-            names = ", ".join(removed[:MAX_NAMED])
-            text = f"the authority removed {len(removed)} peers or invitations: {names}"
-            self.events.emit(Notice(loop_now(), text))
+            if removed:
+                names = ", ".join(removed[:MAX_NAMED])
+                text = f"the authority removed {len(removed)} peers or invitations: {names}"
+                self.events.emit(Notice(loop_now(), text))
             self.spread(but=peer)
 
 
@@ -305,6 +306,7 @@ class Trust:
 # of an invitation: where nobody is online, nobody makes another one
 HOURS = 24.0
 MAILBOX_HOURS = 30 * 24.0
+MAX_HOURS = 1e6
 # of an invitation, and of each: it must fit in a QR code
 ENTRIES = 3
 ADDRESSES = 4
@@ -449,6 +451,7 @@ class RunAccess:
             return self.invitation.replaced(entries=entries)
         usual_h = MAILBOX_HOURS if self.mailbox else HOURS
         life_h = usual_h if hours is None else hours
+        require(0 < life_h < MAX_HOURS, f"hours={life_h}: an invitation lives for more than 0 hours")
         if authority is None:
             made = Invite(self.run_id, entries, peers.time() + 3600 * life_h)
         else:

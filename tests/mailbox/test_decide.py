@@ -90,7 +90,7 @@ def test_a_round_waits_no_longer_than_usual_for_members_that_are_left_out(board:
 
 
 def test_a_run_begins_with_as_many_peers_as_it_was_asked_for(board: Board) -> None:
-    chain = RoundChain.begin(0, bytes(32), now=0.0)
+    chain = RoundChain(0, {0: bytes(32)}, closed_at=0.0)
     board.contribute(ALICE, chain)
     action = board.decide(chain, min_peers=2)
     assert isinstance(action, Wait) and action.pause_s <= 5.0

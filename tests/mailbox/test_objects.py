@@ -30,7 +30,7 @@ from colab_swarm.tensors.codecs import codec_of
 from colab_swarm.tensors.vector import HostVector
 from tests.mailbox.board import ALICE, BOB, CAROL, PACE_S, ROOT, contribution, manifest_of
 
-FIRST = RoundChain.begin(0, ROOT, now=0.0)
+FIRST = RoundChain(0, {0: ROOT}, closed_at=0.0)
 
 
 def entry_of(member: PeerId, round: int, seconds: float = PACE_S) -> ManifestEntry:

@@ -136,7 +136,7 @@ def in_half(net: nn.Module) -> nn.Module:
 @pytest.mark.parametrize(
     ("make", "text"),
     [
-        (renamed, r"2\.0\.weight: only here; .*2\.weight: only there"),
+        (renamed, r"2\.0\.weight: only here; .*2\.bias: only there"),
         (lambda: in_half(squares()), r"0\.weight: float32 there, bfloat16 here"),
     ],
     ids=["names", "types"],
