@@ -101,6 +101,7 @@ def test_training_goes_on_under_a_script_of_faults_in_virtual_time() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.ordeal
 def test_the_order_of_sets_changes_nothing() -> None:
     """Python shuffles sets of peers in each process; a recorded lesson showed another step on one run of three."""
     script = """

@@ -32,7 +32,7 @@ def test_in_one_long_epoch_only_the_lost_work_costs_time_and_not_the_timeout() -
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("p", [0.05, 0.2])
+@pytest.mark.parametrize("p", [0.05, pytest.param(0.2, marks=pytest.mark.ordeal)])
 def test_the_papers_epochs_cost_at_most_1_3_of_the_formula(p: float) -> None:
     model = replace(MODEL, volunteers=5, slots=2, units=50, epochs=40, kill_probability=p)
     assert extra_by_formula(model, seeds=3) < 1.3

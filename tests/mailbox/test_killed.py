@@ -14,7 +14,7 @@ import pytest
 import colab_swarm as cs
 from tests.mailbox.history import rounds_of
 
-PEERS, KILLS, LAST, LIMIT_S = 4, 4, 20, 120.0
+PEERS, KILLS, LAST, LIMIT_S = 4, 2, 14, 120.0
 CHILD = """
 import json, sys, torch, colab_swarm as cs
 from tests.training.toy import join_training, loss_of, model, parameters_of
