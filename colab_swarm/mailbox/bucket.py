@@ -212,6 +212,7 @@ def open_folder(folder: Path, run: Path) -> ObjectStore:
     Where the server of a mounted folder is away, a call may hang until it is back. Such a call is given up after
     `STALL_S`, and no other is made before it has returned: each would take a thread.
     """
+    from obstore.exceptions import BaseError
     from obstore.store import LocalStore
 
     hanging: set[asyncio.Future[Any]] = set()
@@ -254,7 +255,8 @@ def open_folder(folder: Path, run: Path) -> ObjectStore:
             raise TimeoutError(silence)
         try:
             return await future
-        except Exception as error:
+        except BaseError as error:
+            # obstore has no class for it where the store is a folder
             if "PermissionDenied" in str(error):
                 raise PermissionError(str(error)) from error
             raise
@@ -332,9 +334,9 @@ class SeenTimes:
                 remember(self._times, place.path, seen_at, MOST_TIMES)
             corrected.append(replace(place, modified_at=self._times[place.path]))
         self._looks[folder] = (after, began_at)
-        shown = {place.path for place in places}
+        listed_paths = {place.path for place in places}
         for path in list(self._times):
-            if path.startswith(f"{folder}/") and path > after and path not in shown:
+            if path.startswith(f"{folder}/") and path > after and path not in listed_paths:
                 del self._times[path]
         return corrected
 

@@ -88,9 +88,8 @@ class RoundListing:
 
 @dataclass(frozen=True)
 class ClosedRound:
-    """A round that a manifest closes, with the chains before and after it."""
+    """A round that a manifest closes, with the chain after it."""
 
-    before: RoundChain
     place: StoredObject  # of the manifest
     manifest: RoundManifest
     after: RoundChain
@@ -213,7 +212,7 @@ def decide(
     now: float,
     *,
     me: PeerId,
-    branch: Mapping[int, str] | None = None,
+    branch: Mapping[int, str],
     min_peers: int = 1,
     left_out: Collection[PeerId] = (),
     may_leave: bool = True,
@@ -223,7 +222,7 @@ def decide(
     Args:
         seen: all that `Seen.unread` names was read.
         now: the store's time, in seconds.
-        branch: the folder of each round that this peer has followed; of the last ones, if None.
+        branch: the folder of each round that this peer has followed.
         min_peers: contributors without whom this peer closes no round.
         left_out: members for whom this peer waits no longer than usual.
         may_leave: False if there is no state that leads to the other members.
@@ -233,7 +232,7 @@ def decide(
         return Follow(closed)
     # The clock of a peer that slept may be behind the newest object.
     now = max(now, seen.listing.newest_at)
-    if may_leave and is_left(chain, branch or chain.folders, seen, now, me):
+    if may_leave and is_left(chain, branch, seen, now, me):
         return LoadState()
     contributions = seen.open_contributions(chain)
     pause_s = abs(chain.closed_at + chain.pace_s - now) / 2  # half of the time to the round's likely end
@@ -288,7 +287,7 @@ def standing(chain: RoundChain, seen: Seen) -> ClosedRound | None:
         if builders > most_builders:
             most_builders = builders
             contributions = _listed(chain, manifest, seen)
-            standing = ClosedRound(chain, place, manifest, after, contributions)
+            standing = ClosedRound(place, manifest, after, contributions)
     return standing
 
 

@@ -90,7 +90,7 @@ class ChainFollower:
         self.has_others_elsewhere = False
         # The states of which none leads to the others.
         self._tried: list[StoredObject] = []
-        # Contributors without whom this peer closes no round; 1 from the first round with so many on.
+        # Contributors without whom this peer does not close the run's first round.
         self.min_peers = 1
         self._journal = journal
         self._me = me
@@ -119,9 +119,8 @@ class ChainFollower:
         self.chain = chain
         self.later = None
         self._branch = chain.folders
-        self._on_chain(chain)
         self._own = None
-        self._followed_at = loop_now()
+        self._on_chain(chain)
 
     def on_round(self, closed: ClosedRound) -> None:
         """Go on to the next round, after the mean of this one was applied."""
@@ -146,11 +145,11 @@ class ChainFollower:
         assert chain is not None
         if not contribution.weight:
             return chain.round
-        own = self._own
+        earlier = self._own
         vector = contribution.vector
-        if own is not None and chain.may_count(self._me, own.round):
-            await asyncio.to_thread(_keep_loss, vector, journal.codec, own.content)
-            return own.round
+        if earlier is not None and chain.may_count(self._me, earlier.round):
+            await asyncio.to_thread(_keep_loss, vector, journal.codec, earlier.content)
+            return earlier.round
         content = await asyncio.to_thread(encode, journal.codec, vector)
         data = journal.signed(
             PseudoGradient,
@@ -169,7 +168,8 @@ class ChainFollower:
         path = f"{chain.folder}/{self._me.hex()}"
         began_at = loop_now()
         # Before the upload, whose answer may get lost.
-        own = self._own = _Written(chain.round, path, data, content)
+        own = _Written(chain.round, path, data, content)
+        self._own = own
         is_new = await journal.patiently(journal.bucket.create, path, data)
         self._upload_s = loop_now() - began_at
         if is_new:

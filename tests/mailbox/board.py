@@ -118,7 +118,7 @@ class Board:
         return chain.after(manifest, digest, closed_at=self.now)
 
     def decide(self, chain: RoundChain, who: Identity = ALICE, **options: Any) -> Decision:
-        return decide(chain, self.seen, self.now, me=who.id, **options)
+        return decide(chain, self.seen, self.now, me=who.id, **({"branch": chain.folders} | options))
 
     def standing(self, chain: RoundChain) -> ClosedRound | None:
         return standing(chain, self.seen)
