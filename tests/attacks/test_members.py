@@ -173,9 +173,11 @@ def test_a_donor_that_gives_another_state_under_the_honest_lineage_is_outvoted()
         forger.stopped.set()
         loads = [one.swarm.events.recent(StateReceived)[-1] for one in joiners]
     assert given and not any(load.donors == (forger.swarm.id.hex(),) for load in loads)
-    shared = set.intersection(*(set(trainer.states) for trainer in honest.trainers))
-    assert max(shared)[0] > 2 * SKETCH_STEPS
-    assert len({trainer.states[max(shared)] for trainer in honest.trainers}) == 1
+    # who has no part in a batch sees it pass: a step is seen by some
+    last = {key for trainer in honest.trainers for key in trainer.states if key[0] > honest.steps - SKETCH_STEPS}
+    seen = {key: [one.states[key] for one in honest.trainers if key in one.states] for key in last}
+    assert sum(len(digests) > 1 for digests in seen.values()) >= SKETCH_STEPS // 2
+    assert all(len(set(digests)) == 1 for digests in seen.values())
 
 
 async def claim_a_later_step(rounds: Any, fired: Counter[str], *, ahead: int) -> None:
