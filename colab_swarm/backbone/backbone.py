@@ -104,10 +104,10 @@ class Backbone:
             logger.info("left without notice to other peers: %s", error)
 
     def snapshots(self) -> tuple[SwarmSnapshot, ...]:
-        """Return the run as this peer knows it, once for each model."""
+        """Return the run as this peer knows it, once for each model, or once without any."""
         # the page may be public, and texts of faults name files
         seen = replace(self.swarm.snapshot(), at=time.time(), log=(), rounds=())
-        return tuple(self._snapshot(keeper, seen) for keeper in self.keepers.values())
+        return tuple(self._snapshot(keeper, seen) for keeper in self.keepers.values()) or (seen,)
 
     def _snapshot(self, keeper: Keeper, seen: SwarmSnapshot) -> SwarmSnapshot:
         branch = keeper.branch

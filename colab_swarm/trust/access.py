@@ -155,6 +155,8 @@ class RunMember:
         is_refused = isinstance(error, CallRefused) and error.code == "refused"
         if is_refused:
             why = self._reason_of(error)
+        elif self.access.mailbox:
+            why = "ask the organizer for a new invitation, and join by it with the same state_dir"
         else:
             why = f"the organizer's peer cannot be reached for a new one: {self._reason_of(error)}"
         if is_refused or left_s < (held.expires_at - held.issued_at) / 4:
@@ -440,6 +442,8 @@ class RunAccess:
         closed = self.admission is not None
         text = "an open run has no roles and no counted invitations: create it with access='invite'"
         require(closed or not limited, text, PermissionError)
+        text = "in a bucket nobody is online to count who joins: call invite() without uses"
+        require(not (self.mailbox and uses), text, PermissionError)
         own_settings = {} if self.invitation is None else self.invitation.settings
         if settings is None:
             settings = own_settings

@@ -174,7 +174,9 @@ def test_a_donor_that_gives_another_state_under_the_honest_lineage_is_outvoted()
         loads = [one.swarm.events.recent(StateReceived)[-1] for one in joiners]
     assert given and not any(load.donors == (forger.swarm.id.hex(),) for load in loads)
     # who has no part in a batch sees it pass: a step is seen by some
-    last = {key for trainer in honest.trainers for key in trainer.states if key[0] > honest.steps - SKETCH_STEPS}
+    last = {
+        key for trainer in honest.trainers for key in trainer.states if key[0] > honest.steps - SKETCH_STEPS
+    }
     seen = {key: [one.states[key] for one in honest.trainers if key in one.states] for key in last}
     assert sum(len(digests) > 1 for digests in seen.values()) >= SKETCH_STEPS // 2
     assert all(len(set(digests)) == 1 for digests in seen.values())

@@ -1,8 +1,11 @@
 """What the backbone's page shows."""
 
 import dataclasses
+from pathlib import Path
 
-from colab_swarm.backbone.backbone import status_page
+import colab_swarm as cs
+from colab_swarm.backbone.backbone import Backbone, status_page
+from colab_swarm.backbone.config import RunFile
 from colab_swarm.snapshot import KeptModel, SwarmSnapshot
 from tests.backbone.views import view
 
@@ -31,6 +34,14 @@ def test_an_empty_run_has_a_page_too_and_every_model_its_part() -> None:
     empty = dataclasses.replace(shown, model="other", loss_history=(), kept=KeptModel(()), peers=())
     assert "loss of" not in live((empty,)) and "loss of" in live((shown,))
     assert live((shown, empty)).count('role="group"') == 2
+
+
+def test_a_run_that_keeps_no_model_has_a_page_too(tmp_path: Path) -> None:
+    with cs.simulate(1) as sim:
+        page = Backbone(
+            sim.swarms["alice"], RunFile(name="simulation", folder=str(tmp_path), collaborations=())
+        )
+        assert "simulation" in page.page.render(page.snapshots())[1]
 
 
 def test_prometheus_gets_each_figure_of_the_run_once_and_those_of_every_model() -> None:

@@ -157,7 +157,7 @@ def test_an_open_run_with_another_bucket_is_refused_and_counted_invitations_too(
     with cs.create("kept", mailbox=box) as swarm:
         with pytest.raises(ValueError, match="mailbox='file://"):
             cs.create("kept", mailbox=f"{box}2")
-        with pytest.raises(JoinError, match="of unlimited use"):
+        with pytest.raises(PermissionError, match=r"call invite\(\) without uses"):
             swarm.invite(uses=3)
 
 

@@ -3,6 +3,7 @@
 import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -225,6 +226,16 @@ async def test_a_membership_that_ended_while_the_authority_was_away_is_renewed_w
         await alice.member.tick()
         assert again.node.role_of(alice.node.id) is Role.WORKER
         assert len(notices(alice, "membership renewed for ")) == 1
+
+
+async def test_a_membership_that_ends_in_a_bucket_asks_for_a_new_invitation() -> None:
+    async with run_with("alice") as (here, (authority, alice)):
+        alice.member.access = replace(alice.access, mailbox="s3://box/run")
+        await here.leave(authority)
+        alice.sleep(7.5 * 24 * HOUR)
+        await alice.member.tick()
+        (ending,) = notices(alice, "membership ends in ")
+        assert "ask the organizer for a new invitation, and join by it with the same state_dir" in ending
 
 
 async def test_an_account_that_leaves_the_list_is_warned_and_put_out(monkeypatch: pytest.MonkeyPatch) -> None:
