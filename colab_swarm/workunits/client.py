@@ -350,84 +350,50 @@ def _decoded(body: bytes, kind: type[T]) -> T:
 
 @dataclass(frozen=True)
 class UnitProgress:
-    """One slot of a volunteer.
+    """One slot of a volunteer."""
 
-    Attributes:
-        unit: for people; empty: none.
-        phase: waiting, downloading, training or uploading.
-        done: number of batches.
-        batches: number of batches of the unit.
-        loss: of the latest batch.
-        seconds: since the unit's arrival.
-    """
-
-    unit: str = ""
-    phase: str = "waiting"
-    done: int = 0
-    batches: int = 0
-    loss: float | None = None
-    seconds: float = 0.0
+    unit: str = ""  # for people; empty: none
+    phase: str = "waiting"  # or downloading, training, uploading
+    done: int = 0  # batches
+    batches: int = 0  # of the unit
+    loss: float | None = None  # of the latest batch
+    seconds: float = 0.0  # since the unit's arrival
 
 
 @dataclass
 class VolunteerSnapshot:
-    """Progress of one volunteer in a job.
+    """Progress of one volunteer in a job."""
 
-    Attributes:
-        job: its name.
-        state: the volunteer's activity, or why it ended, for people.
-        over: True if it has ended.
-        fault: traceback of the job's own code, if that ended it.
-        epoch: of the job, as last reported.
-        accuracy: of the epoch before.
-        units: its slots.
-        accepted, refused, given_back: numbers of units.
-        surplus: number of units of which another volunteer's result came first.
-        refusal: why the last result was refused.
-        samples: number trained in accepted units.
-        sent_bytes: of results.
-        received_bytes: of data and parameters.
-        seconds: since its start, until its end.
-    """
-
-    job: str
-    state: str = ""
+    job: str  # its name
+    state: str = ""  # the volunteer's activity, or why it ended, for people
     over: bool = False
-    fault: str = ""
-    epoch: int = 0
-    accuracy: float | None = None
-    units: tuple[UnitProgress, ...] = ()
+    fault: str = ""  # traceback of the job's own code, if that ended it
+    epoch: int = 0  # of the job, as last reported
+    accuracy: float | None = None  # of the epoch before
+    units: tuple[UnitProgress, ...] = ()  # its slots
+    # numbers of units
     accepted: int = 0
     refused: int = 0
     given_back: int = 0
-    surplus: int = 0
-    refusal: str = ""
-    samples: int = 0
-    sent_bytes: int = 0
-    received_bytes: int = 0
-    seconds: float = 0.0
+    surplus: int = 0  # of which another volunteer's result came first
+    refusal: str = ""  # why the last result was refused
+    samples: int = 0  # trained in accepted units
+    sent_bytes: int = 0  # of results
+    received_bytes: int = 0  # of data and parameters
+    seconds: float = 0.0  # since its start, until its end
 
 
 @dataclass
 class UnitInHand:
-    """A unit from its arrival until its result is uploaded or refused.
-
-    Attributes:
-        unit: as the coordinator gave it.
-        deadline: seconds since the epoch.
-        state: of `UnitTraining`, saved by a killed process.
-        training: None until its files are here.
-        phase: downloading, training or uploading.
-        loss: of the latest batch.
-        began, saved: monotonic times of its arrival and its latest save.
-    """
+    """A unit from its arrival until its result is uploaded or refused."""
 
     unit: GivenUnit
-    deadline: float
-    state: dict[str, Any] | None = None
-    training: UnitTraining | None = None
-    phase: str = "downloading"
-    loss: float | None = None
+    deadline: float  # seconds since the epoch
+    state: dict[str, Any] | None = None  # of `UnitTraining`, saved by a killed process
+    training: UnitTraining | None = None  # None until its files are here
+    phase: str = "downloading"  # or training, uploading
+    loss: float | None = None  # of the latest batch
+    # monotonic times of its arrival and its latest save
     began: float = field(default_factory=time.monotonic)
     saved: float = field(default_factory=time.monotonic)
 

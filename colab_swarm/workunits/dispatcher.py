@@ -32,7 +32,7 @@ import msgspec
 
 from colab_swarm.errors import StoreError
 from colab_swarm.workunits.job import WorkPlan
-from colab_swarm.workunits.messages import Resources
+from colab_swarm.workunits.messages import NOTHING, Resources
 from colab_swarm.workunits.state import (
     Accepted,
     AnyEntry,
@@ -103,7 +103,7 @@ class Dispatcher:
         *,
         now: float,
         name: str = "",
-        resources: Resources | None = None,
+        resources: Resources = NOTHING,
     ) -> list[Assigned]:
         """Assign up to ``count`` units to a volunteer that has the subsets of SHA-256 ``held``."""
         if self.unfit(resources):
@@ -126,14 +126,9 @@ class Dispatcher:
             for unit in self._choices(record, volunteer, held, now)[:room]
         ]
 
-    def unfit(self, resources: Resources | None) -> str:
+    def unfit(self, resources: Resources) -> str:
         """Return why a machine with these ``resources`` gets no units; empty if it does."""
-        needs = self._plan.needs
-        if needs is None:
-            return ""
-        if resources is None:
-            return "this job has needs, and your colab-swarm does not say what your machine has: update it"
-        lacks = resources.lacks(needs)
+        lacks = resources.lacks(self._plan.needs)
         if lacks:
             return f"this job needs {lacks}: volunteer with another machine"
         return ""

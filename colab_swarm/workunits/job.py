@@ -31,7 +31,7 @@ from torch.optim import Optimizer
 from colab_swarm.errors import require
 from colab_swarm.markup import settings
 from colab_swarm.tensors.statedict import decode_head
-from colab_swarm.workunits.messages import MAX_CODE_CHARACTERS, NAME, Resources, Subset
+from colab_swarm.workunits.messages import MAX_CODE_CHARACTERS, NAME, NOTHING, Resources, Subset
 from colab_swarm.workunits.weights import Schema, moved
 
 Batch: TypeAlias = tuple[Tensor, ...] | dict[str, Tensor]
@@ -204,7 +204,7 @@ class WorkPlan:
         deadline_s: a unit that is not back by then goes to another volunteer; None: by the times of earlier units.
         in_flight: units that a volunteer may hold.
         max_change: a result is refused if training moved it more than this many times as far as usual.
-        needs: what a volunteer's machine must have at least, such as ``Resources(memory_gb=8)``; None: anything.
+        needs: what a volunteer's machine must have at least, such as ``Resources(memory_gb=8)``.
         validation_samples: most samples used to measure the accuracy after each assimilation.
         seed: of the subsets, of the order of samples and of the first parameters.
     """
@@ -221,7 +221,7 @@ class WorkPlan:
     deadline_s: float | None = None
     in_flight: int = 8
     max_change: float = 10.0
-    needs: Resources | None = None
+    needs: Resources = NOTHING
     validation_samples: int = 1000
     seed: int = 0
 
@@ -241,8 +241,11 @@ class WorkPlan:
                 rule = f"a whole number, {least} at least"
                 valid = isinstance(value, int) and value >= least
             require(valid, f"{name}={value}: it must be {rule}")
-        right = self.needs is None or isinstance(self.needs, Resources)
-        require(right, f"needs={self.needs!r}: write cs.workunits.Resources(memory_gb=8)", TypeError)
+        require(
+            isinstance(self.needs, Resources),
+            f"needs={self.needs!r}: write cs.workunits.Resources(memory_gb=8)",
+            TypeError,
+        )
         # alpha may be a function that fails in some epoch
         for epoch in {*range(1, min(self.max_epochs, MAX_EPOCHS_CHECKED)), self.max_epochs}:
             self.alpha_of(epoch)

@@ -1,6 +1,6 @@
 """Messages between a volunteer and the coordinator over HTTP; `colab_swarm.workunits` lists them.
 
-Each request carries ``Authorization: Swarm2 BASE64URL`` of a `SignedRequest`. 2 is the version. A link is the
+Each request carries ``Authorization: Swarm1 BASE64URL`` of a `SignedRequest`. 1 is the version. A link is the
 coordinator's address, and after ``#`` the content of an invitation:
 ``https://example.org/#NAME.PAYLOAD``. In a browser it opens the status page; the part after ``#``
 never reaches the server.
@@ -12,7 +12,6 @@ import math
 import os
 import re
 import time
-from collections import Counter, OrderedDict
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from hashlib import sha256
@@ -30,7 +29,6 @@ from colab_swarm.net.membership import (
     MembershipAdmission,
     Moment,
     Signed,
-    voucher_of,
 )
 from colab_swarm.net.node import Node
 from colab_swarm.net.peers import UNDECODABLE, Message, PeerId, Role
@@ -57,26 +55,16 @@ class Subset(Message, frozen=True):
 
 
 class JobCard(Signed, frozen=True):
-    """A job as volunteers see it, signed by its coordinator, whose key and membership it has.
-
-    Attributes:
-        run_id: of the coordinator's run.
-        name: part of a path.
-        key, membership: of the coordinator.
-        code: of the job's file; empty: none.
-        local_epochs, batch_size: of the plan.
-        schema: `Schema.head` of the model.
-        subsets: of the data.
-    """
+    """A job as volunteers see it, signed by its coordinator, whose key and membership it has."""
 
     run_id: str
-    name: Annotated[str, msgspec.Meta(pattern=rf"^{NAME.pattern}\Z")]
+    name: Annotated[str, msgspec.Meta(pattern=rf"^{NAME.pattern}\Z")]  # part of a path
     key: bytes
     membership: bytes
-    code: Annotated[str, msgspec.Meta(max_length=MAX_CODE_CHARACTERS)]
+    code: Annotated[str, msgspec.Meta(max_length=MAX_CODE_CHARACTERS)]  # of the job's file; empty: none
     local_epochs: Annotated[int, msgspec.Meta(ge=1)]
     batch_size: Annotated[int, msgspec.Meta(ge=1)]
-    schema: bytes
+    schema: bytes  # `Schema.head` of the model
     subsets: tuple[Subset, ...]
 
 
@@ -104,24 +92,21 @@ class Resources(Message, frozen=True):
         return " and ".join(words)
 
 
-class AskForUnits(Message, frozen=True):
-    """Request up to ``count`` units.
+NOTHING = Resources()
 
-    Attributes:
-        count: most units to give.
-        held: SHA-256 of the data in the cache, whose units are preferred.
-        name: of the volunteer, for people.
-        in_hand: assignments that it has. Others of its own are sent again: the reply with them was lost.
-        given_back: assignments that it will not train.
-        resources: of its machine; None: an older volunteer does not say.
-    """
+
+class AskForUnits(Message, frozen=True):
+    """Request up to ``count`` units."""
 
     count: Annotated[int, msgspec.Meta(ge=0, le=MAX_UNITS)]
+    # SHA-256 of the data in the cache, whose units are preferred
     held: Annotated[tuple[Digest, ...], msgspec.Meta(max_length=MAX_HELD)] = ()
-    name: Annotated[str, msgspec.Meta(max_length=64)] = ""
+    name: Annotated[str, msgspec.Meta(max_length=64)] = ""  # of the volunteer, for people
+    # assignments that it has; others of its own are sent again, for the reply with them was lost
     in_hand: Annotated[tuple[AssignmentId, ...], msgspec.Meta(max_length=MAX_UNITS)] = ()
+    # assignments that it will not train
     given_back: Annotated[tuple[AssignmentId, ...], msgspec.Meta(max_length=MAX_UNITS)] = ()
-    resources: Resources | None = None
+    resources: Resources = NOTHING  # of its machine
 
 
 class GivenUnit(Message, frozen=True):
@@ -179,15 +164,13 @@ async def waited(event: Awaitable[object], seconds: float | None) -> None:
             await event
 
 
-VERSION = 2
-"""Of the requests. 2: a result is uploaded whole. Version 1 had no number in its `SCHEME`."""
+VERSION = 1
+"""Of the requests."""
 SCHEME = f"Swarm{VERSION}"
 FRESH_S = 60.0
 """A request is valid for so long, and its nonce is remembered for twice as long."""
 MAX_NONCES = 200_000
-"""Of requests in two minutes. A peer may have as many as it leaves free: alone half of them."""
-KIN_SHARE = 3
-"""Peers of one voucher may have so many times as many as they leave free: three quarters."""
+"""Of requests in two minutes."""
 
 
 class SignedRequest(Signed, frozen=True):
@@ -233,11 +216,7 @@ class RequestGate:
 
     def __init__(self, admission: MembershipAdmission | None) -> None:
         self._admission = admission
-        # time, peer and voucher by nonce, oldest first
-        self._seen: OrderedDict[bytes, tuple[float, PeerId, bytes]] = OrderedDict()
-        # of nonces, by peer and by voucher
-        self._own = Counter[bytes]()
-        self._kin = Counter[bytes]()
+        self._seen: dict[bytes, float] = {}  # when each nonce came, the oldest first
 
     def check(self, header: str, method: str, target: str, *, now: float) -> tuple[PeerId, bytes]:
         """Return who signed a request, and the body's digest as signed; else raise NotAdmitted."""
@@ -248,45 +227,32 @@ class RequestGate:
         off_s = abs(now - request.at)
         if off_s > FRESH_S:
             raise NotAdmitted(f"your clock is {off_s:.0f} s off: set your clock")
-        self._check_membership(request, now)
-        peer = id_of(request.key)
-        self._remember(request.nonce, peer, voucher_of(request.key, request.membership), now)
-        return peer, request.digest
+        if self._admission is not None:
+            role = self._admission.verify(request.key, request.membership, now=now)
+            if role < Role.AUTHORITY:
+                self._admission.require_met(self._admission.inspect(request.key, request.membership), now=now)
+            if role < Role.WORKER:
+                raise NotAdmitted(f"you joined as a {role.name.lower()}: ask for an invitation as worker")
+        self._remember(request.nonce, now)
+        return id_of(request.key), request.digest
 
-    def _check_membership(self, request: SignedRequest, now: float) -> None:
-        if self._admission is None:
-            return
-        role = self._admission.verify(request.key, request.membership, now=now)
-        if role < Role.AUTHORITY:
-            self._admission.require_met(self._admission.inspect(request.key, request.membership), now=now)
-        if role < Role.WORKER:
-            raise NotAdmitted(f"you joined as a {role.name.lower()}: ask for an invitation as worker")
-
-    def _remember(self, nonce: bytes, peer: PeerId, voucher: bytes, now: float) -> None:
-        """Note a nonce; raise NotAdmitted if it was used before, or the peer, or its voucher, has too many."""
-        while self._seen and now - next(iter(self._seen.values()))[0] > 2 * FRESH_S:
-            _, (_, old_peer, old_voucher) = self._seen.popitem(last=False)
-            self._count(old_peer, old_voucher, -1)
+    def _remember(self, nonce: bytes, now: float) -> None:
+        """Note a nonce; raise NotAdmitted if it was used before, or too many are valid now."""
+        while self._seen and now - next(iter(self._seen.values())) > 2 * FRESH_S:
+            del self._seen[next(iter(self._seen))]
         require(nonce not in self._seen, "this request was sent before", NotAdmitted)
-        free = MAX_NONCES - len(self._seen)
-        if self._own[peer] >= free or self._kin[voucher] >= KIN_SHARE * free:
+        if len(self._seen) >= MAX_NONCES:
             raise NotAdmitted("too many requests in a minute: try again later", reason="busy")
-        self._seen[nonce] = now, peer, voucher
-        self._count(peer, voucher, 1)
-
-    def _count(self, peer: PeerId, voucher: bytes, more: int) -> None:
-        counts: tuple[tuple[Counter[bytes], bytes], ...] = (self._own, peer), (self._kin, voucher)
-        for count, account in counts:
-            count[account] += more
-            if not count[account]:
-                del count[account]
+        self._seen[nonce] = now
 
 
 def _decoded(header: str) -> SignedRequest:
     scheme, _, token = header.partition(" ")
-    version = re.fullmatch("Swarm([0-9]{0,3})", scheme)
-    if version is not None:
-        _require_version(int(version[1] or 1))
+    version = re.fullmatch("Swarm([0-9]{1,3})", scheme)
+    if version is not None and int(version[1]) < VERSION:
+        raise NotAdmitted(f"your colab-swarm is older than the coordinator's: {update()}, and restart")
+    if version is not None and int(version[1]) > VERSION:
+        raise NotAdmitted("the coordinator's colab-swarm is older than yours: ask its organizer to update it")
     text = "no token: use the link that the coordinator prints, in cs.workunits.volunteer(link)"
     require(scheme == SCHEME and len(header) <= 4 * MAX_MEMBERSHIP_BYTES, text, NotAdmitted)
     try:
@@ -294,13 +260,6 @@ def _decoded(header: str) -> SignedRequest:
         return msgspec.msgpack.decode(encoded, type=SignedRequest)
     except (ValueError, *UNDECODABLE) as error:
         raise NotAdmitted(f"the token cannot be read: {update()}") from error
-
-
-def _require_version(version: int) -> None:
-    if version < VERSION:
-        raise NotAdmitted(f"your colab-swarm is older than the coordinator's: {update()}, and restart")
-    if version > VERSION:
-        raise NotAdmitted("the coordinator's colab-swarm is older than yours: ask its organizer to update it")
 
 
 def parse_link(text: str) -> tuple[str, Invite]:

@@ -11,7 +11,7 @@ entries but `Assimilated` and `Measured`, which the parameter servers write.
 
 Each volunteer has an error rate, as in BOINC (its validator's ``update_error_rate``): an
 exponential average that starts at 0.1 and forgets within some ten units. A volunteer that is often
-preempted is unreliable and gets few units. Only bad results lead to a ban.
+preempted is unreliable and gets few units. Only a bad result leads to a ban.
 """
 
 import math
@@ -127,8 +127,8 @@ encode_entry = msgspec.msgpack.Encoder().encode
 decode_entry = msgspec.msgpack.Decoder[AnyEntry](AnyEntry).decode
 MEMORY = 0.9
 """How much of an error rate stays after a unit."""
-BAN_RATE = 0.25
-"""Share of bad results that leads to a ban: three in a row, or every fourth."""
+BAN_RATE = 0.28
+"""An error rate that makes a bad result lead to a ban: three in a row, or every fourth."""
 FIRST_BAN_S = 600.0
 LONGEST_BAN_S = 86_400.0
 FREE_RETURNS = 3
@@ -138,35 +138,21 @@ LONGEST_REST_S = 600.0
 
 @dataclass
 class VolunteerState:
-    """Record of one volunteer. Times are seconds since the epoch.
+    """Record of one volunteer. Times are seconds since the epoch."""
 
-    Attributes:
-        volunteer: its peer id in hex.
-        name: its own choice.
-        last_seen: time of its latest entry.
-        error_rate: share of latest units without an accepted result.
-        bad_rate: share of latest results that were bad.
-        in_flight, accepted, rejected, expired: numbers of units.
-        bans: so far, each twice as long as the one before.
-        banned_until: it gets no units before.
-        returns: times it gave units back, or was late, since its last good result.
-        returned_at: the latest of these times.
-        rests_until: it gets no units before.
-    """
-
-    volunteer: str = ""
-    name: str = ""
+    volunteer: str = ""  # its peer id in hex
+    name: str = ""  # its own choice
     last_seen: float = -math.inf
-    error_rate: float = 0.1
-    bad_rate: float = 0.0
+    error_rate: float = 0.1  # share of latest units whose result was bad or did not come
+    # numbers of units
     in_flight: int = 0
     accepted: int = 0
     rejected: int = 0
     expired: int = 0
-    bans: int = 0
+    bans: int = 0  # so far, each twice as long as the one before
     banned_until: float = -math.inf
-    returns: int = 0
-    returned_at: float = -math.inf
+    returns: int = 0  # times it gave units back, or was late, since its last good result
+    returned_at: float = -math.inf  # the latest of these times
     rests_until: float = -math.inf
 
     @property
@@ -177,17 +163,16 @@ class VolunteerState:
     @property
     def proven(self) -> bool:
         """True if it may hold as many units as the plan allows, and gets failed ones first."""
-        return self.accepted > 0 and 1 - self.error_rate >= 0.5
+        return self.accepted > 0 and self.error_rate <= 0.5
 
     def on_accepted(self) -> None:
         self.accepted += 1
         self.returns = 0
         self.error_rate *= MEMORY
-        self.bad_rate *= MEMORY
 
     def on_expired(self, now: float) -> None:
         self.expired += 1
-        self.error_rate = MEMORY * self.error_rate + 1 - MEMORY
+        self._on_error()
         self.on_gave_back(now)
 
     def on_gave_back(self, now: float) -> None:
@@ -201,11 +186,14 @@ class VolunteerState:
 
     def on_rejected(self, now: float) -> None:
         self.rejected += 1
-        self.error_rate = MEMORY * self.error_rate + 1 - MEMORY
-        self.bad_rate = MEMORY * self.bad_rate + 1 - MEMORY
-        if self.bad_rate > BAN_RATE:
+        self._on_error()
+        if self.error_rate > BAN_RATE:
             self.banned_until = now + min(LONGEST_BAN_S, FIRST_BAN_S * 2.0 ** min(self.bans, 32))
             self.bans += 1
+
+    def _on_error(self) -> None:
+        # BOINC's update_error_rate
+        self.error_rate = MEMORY * self.error_rate + 1 - MEMORY
 
 
 MARKS = {"expired": "late", "rejected": "rejected"}
@@ -229,19 +217,12 @@ class UnitReplica:
 
 @dataclass
 class UnitState:
-    """One unit of an epoch.
+    """One unit of an epoch."""
 
-    Attributes:
-        replicas: all of them, oldest first.
-        accepted: True once one of its results is.
-        staleness: number of results assimilated between its start and its own; None before.
-        failed_by: when each volunteer last failed it.
-    """
-
-    replicas: list[UnitReplica] = field(default_factory=list)
-    accepted: bool = False
-    staleness: int | None = None
-    failed_by: dict[str, float] = field(default_factory=dict)
+    replicas: list[UnitReplica] = field(default_factory=list)  # all of them, oldest first
+    accepted: bool = False  # True once one of its results is
+    staleness: int | None = None  # results assimilated between its start and its own; None before
+    failed_by: dict[str, float] = field(default_factory=dict)  # when each volunteer last failed it
 
     def live(self) -> list[UnitReplica]:
         """Return replicas whose results are awaited, or wait for a majority."""
@@ -271,44 +252,25 @@ _latest: Callable[[], deque[float]] = partial(deque, maxlen=100)
 
 @dataclass
 class JobState:
-    """The state that a log adds up to, of a job with ``subsets`` units in an epoch.
-
-    Attributes:
-        subsets: number of units in an epoch.
-        units: of this epoch and all before.
-        open: those without an accepted result.
-        replicas: by assignment.
-        out: those at volunteers, by assignment.
-        volunteers: by peer id.
-        version: of the newest parameters.
-        assimilated: number of units of ``epoch``.
-        done_at: when the last unit of an epoch was assimilated.
-        measured: accuracies by epoch.
-        epochs: those that ended.
-        finished: why the job ended; None before.
-        epoch: the first whose units are not all assimilated.
-        unit_s: times of each volunteer's latest units, from assignment to result.
-        update_s: durations of the latest updates.
-        changes: of the latest accepted results (L2 norm).
-        assimilated_at: times of the latest assimilations.
-    """
+    """The state that a log adds up to, of a job with ``subsets`` units in an epoch."""
 
     subsets: int
-    units: dict[Unit, UnitState] = field(default_factory=dict)
-    open: dict[Unit, UnitState] = field(default_factory=dict)
-    replicas: dict[str, UnitReplica] = field(default_factory=dict)
-    out: dict[str, UnitReplica] = field(default_factory=dict)
-    volunteers: dict[str, VolunteerState] = field(default_factory=dict)
-    version: int = 0
-    assimilated: int = 0
-    done_at: dict[int, float] = field(default_factory=dict)
-    measured: dict[int, dict[Unit, float]] = field(default_factory=dict)
+    units: dict[Unit, UnitState] = field(default_factory=dict)  # of this epoch and all before
+    open: dict[Unit, UnitState] = field(default_factory=dict)  # those without an accepted result
+    replicas: dict[str, UnitReplica] = field(default_factory=dict)  # by assignment
+    out: dict[str, UnitReplica] = field(default_factory=dict)  # those at volunteers, by assignment
+    volunteers: dict[str, VolunteerState] = field(default_factory=dict)  # by peer id
+    version: int = 0  # of the newest parameters
+    assimilated: int = 0  # units of ``epoch``
+    done_at: dict[int, float] = field(default_factory=dict)  # when an epoch's last unit was assimilated
+    measured: dict[int, dict[Unit, float]] = field(default_factory=dict)  # accuracies by epoch
     epochs: list[EpochEnded] = field(default_factory=list)
-    finished: str | None = None
-    epoch: int = 0
+    finished: str | None = None  # why the job ended; None before
+    epoch: int = 0  # the first whose units are not all assimilated
+    # times of each volunteer's latest units, from assignment to result
     unit_s: dict[str, deque[float]] = field(default_factory=lambda: defaultdict(_latest))
-    update_s: deque[float] = field(default_factory=_latest)
-    changes: deque[float] = field(default_factory=_latest)
+    update_s: deque[float] = field(default_factory=_latest)  # durations of the latest updates
+    changes: deque[float] = field(default_factory=_latest)  # of the latest accepted results (L2 norm)
     assimilated_at: deque[float] = field(default_factory=_latest)
 
     def __post_init__(self) -> None:
@@ -422,55 +384,30 @@ class JobState:
 
 @dataclass(frozen=True)
 class JobStatus:
-    """A job and its coordinator. Times are seconds since the epoch.
-
-    Attributes:
-        name: of the job.
-        at: time of this status.
-        since: start of this coordinator.
-        target_accuracy: of the plan.
-        rows: samples of each subset.
-        numel: values of the model.
-        version: results assimilated so far.
-        servers: parameter servers that run.
-        server_deaths: those that ended without being stopped.
-        backlog: accepted results that wait for a parameter server.
-        fault: the store's current error; empty while it works.
-        epoch: the current one, from 1.
-        max_epochs: of the plan.
-        finished: why the job ended; None before.
-        volunteers: copies of all records, by accepted units.
-        epochs: those that ended.
-        units: of the epoch, by mark; those that failed count as waiting.
-        marks: of the epoch's first `MAX_MARKS` units, by subset.
-        staleness: mean over the epoch's units; None if unknown.
-        update_s: durations of the latest updates, sorted.
-        units_per_s: rate of the latest assimilations; 0 if there were none.
-        samples_per_s: the same, each local epoch counted.
-    """
+    """A job and its coordinator. Times are seconds since the epoch."""
 
     name: str
-    at: float
-    since: float
+    at: float  # time of this status
+    since: float  # start of this coordinator
     target_accuracy: float | None
-    rows: tuple[int, ...]
-    numel: int
-    version: int
-    servers: int
-    server_deaths: int
-    backlog: int
-    fault: str
-    epoch: int
+    rows: tuple[int, ...]  # samples of each subset
+    numel: int  # values of the model
+    version: int  # results assimilated so far
+    servers: int  # parameter servers that run
+    server_deaths: int  # those that ended without being stopped
+    backlog: int  # accepted results that wait for a parameter server
+    fault: str  # the store's current error; empty while it works
+    epoch: int  # from 1
     max_epochs: int
-    finished: str | None
-    volunteers: tuple[VolunteerState, ...]
-    epochs: tuple[EpochEnded, ...]
-    units: dict[str, int]
-    marks: tuple[str, ...]
-    staleness: float | None
-    update_s: tuple[float, ...]
-    units_per_s: float
-    samples_per_s: float
+    finished: str | None  # why the job ended; None before
+    volunteers: tuple[VolunteerState, ...]  # copies, by accepted units
+    epochs: tuple[EpochEnded, ...]  # those that ended
+    units: dict[str, int]  # of the epoch, by mark; those that failed count as waiting
+    marks: tuple[str, ...]  # of the epoch's first `MAX_MARKS` units, by subset
+    staleness: float | None  # mean over the epoch's units; None if unknown
+    update_s: tuple[float, ...]  # durations of the latest updates, sorted
+    units_per_s: float  # rate of the latest assimilations; 0 if there were none
+    samples_per_s: float  # the same, each local epoch counted
 
     @property
     def accuracy(self) -> float | None:

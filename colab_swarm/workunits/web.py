@@ -22,7 +22,7 @@ from colab_swarm.errors import NotAdmitted, StoreError
 from colab_swarm.net.peers import UNDECODABLE, Message, remember
 from colab_swarm.notebook.page import PATHS, Answering, listen
 from colab_swarm.notebook.units_view import status_page
-from colab_swarm.workunits.dispatcher import LONGEST_WAIT_S, JobLog
+from colab_swarm.workunits.dispatcher import JobLog
 from colab_swarm.workunits.job import Job, unit_seed
 from colab_swarm.workunits.messages import (
     MAX_BODY_BYTES,
@@ -254,9 +254,6 @@ class CoordinatorServer:
         wait_s = 0.0
         if not units:
             wait_s = self._dispatcher.wait_s(volunteer, now=now)
-        if unfit:
-            # an older volunteer does not read why, and asks for ever
-            wait_s = LONGEST_WAIT_S
         answer = GivenUnits(
             units,
             wait_s=wait_s,

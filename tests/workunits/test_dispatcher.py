@@ -255,18 +255,18 @@ def test_a_superseded_replica_counts_against_no_volunteer() -> None:
             Resources(4, 7.5, 0.0),
             "8 GB of memory (your machine has 7.5) and 12 GB of GPU memory (your machine has 0)",
         ),
-        (None, "does not say what your machine has: update it"),
+        (Resources(), "4 CPU cores (your machine has 0)"),
     ],
 )
-def test_a_unit_goes_only_to_a_machine_that_has_what_the_job_needs(has: Resources | None, why: str) -> None:
+def test_a_unit_goes_only_to_a_machine_that_has_what_the_job_needs(has: Resources, why: str) -> None:
     desk = Desk(needs=Resources(cpu_cores=4, memory_gb=8, gpu_memory_gb=12))
     given = desk.core.assign(ALICE, 1, (), now=desk.now, resources=has)
     assert why in desk.core.unfit(has)
     assert bool(given) == (not desk.core.unfit(has)) == (not why)
 
 
-@pytest.mark.parametrize("has", [None, Resources(), Resources(64, 512.0, 80.0)])
-def test_a_job_without_needs_gives_units_to_every_machine(has: Resources | None) -> None:
+@pytest.mark.parametrize("has", [Resources(), Resources(64, 512.0, 80.0)])
+def test_a_job_without_needs_gives_units_to_every_machine(has: Resources) -> None:
     desk = Desk()
     assert len(desk.core.assign(ALICE, 1, (), now=desk.now, resources=has)) == 1
 

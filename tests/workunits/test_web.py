@@ -19,9 +19,8 @@ from colab_swarm.errors import StoreError
 from colab_swarm.net.patience import VisitLimit
 from colab_swarm.notebook.page import ANSWERS_PER_S
 from colab_swarm.workunits.client import CoordinatorClient
-from colab_swarm.workunits.dispatcher import LONGEST_WAIT_S
 from colab_swarm.workunits.job import Rows
-from colab_swarm.workunits.messages import PACKED, AskForUnits, GivenUnits, Resources, Taken
+from colab_swarm.workunits.messages import PACKED, AskForUnits, Resources, Taken
 from colab_swarm.workunits.sql_store import MEMORY, SqlStore
 from colab_swarm.workunits.state import Accepted, AnyEntry
 from colab_swarm.workunits.web import MAX_DOWNLOADS
@@ -236,16 +235,6 @@ async def test_a_range_lies_within_the_file_or_is_refused(tmp_path: Path) -> Non
             assert answer.status == 416 and "no such range" in answer.problem.text
         answer = await scene.alice.send("GET", "/api/parameters", Range="bytes=3-", If_Range="\u00b2")
         assert (answer.status, answer.body) == (200, whole)
-
-
-async def test_an_older_volunteer_gets_units_of_a_job_without_needs_only(tmp_path: Path) -> None:
-    for needs, units in ((None, 1), (Resources(cpu_cores=1), 0)):
-        async with coordinating(tiny_job(needs=needs), tmp_path / str(units)) as scene:
-            # its message ends with the assignments that it gives back
-            body = msgspec.msgpack.encode([1, (), "alice", (), ()])
-            answer = (await scene.alice.send("POST", "/api/units", body)).message(GivenUnits)
-            assert len(answer.units) == units
-            assert (answer.wait_s == LONGEST_WAIT_S) == bool(answer.unfit) == (not units)
 
 
 async def test_a_request_with_resources_that_no_machine_has_is_refused_and_gets_no_unit(
