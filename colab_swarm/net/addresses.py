@@ -5,8 +5,9 @@ import errno
 import ipaddress
 import logging
 import re
+import socket
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any, TypeAlias
 from urllib.parse import urlsplit
 
@@ -106,11 +107,18 @@ def only_local(contacts: Iterable[Contact]) -> bool:
     return bool(hosts) and all(map(is_local, hosts))
 
 
-@contextlib.contextmanager
-def listening(port: int) -> Iterator[None]:
-    """Raise a `PortError` that names the port if the block fails to listen on it."""
+def listening_socket(host: str, port: int) -> socket.socket:
+    """Return a socket that listens on ``host``; an empty one is every interface, IPv4 and IPv6 on one port.
+
+    Port 0 chooses a free one. Raises `PortError` if the port is taken or not allowed.
+    """
     try:
-        yield
+        if not host and socket.has_dualstack_ipv6():
+            # asyncio and aiohttp would open two sockets, with port 0 on two ports
+            with contextlib.suppress(OSError):  # IPv6 may be switched off
+                return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        return socket.create_server((host or "0.0.0.0", port), family=family)
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             raise PortError(

@@ -12,7 +12,6 @@ of I/O; `HandshakeReceiver` runs it over a connection.
 """
 
 import asyncio
-import socket
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
@@ -31,7 +30,7 @@ from colab_swarm.errors import (
     WrongPeer,
     require,
 )
-from colab_swarm.net.addresses import VisitorLogger, listening
+from colab_swarm.net.addresses import VisitorLogger, listening_socket
 from colab_swarm.net.carrier import Remote
 from colab_swarm.net.identity import Identity, id_of, verify
 from colab_swarm.net.link import Link, fail
@@ -280,12 +279,7 @@ class Listener:
 
     async def start(self, host: str, port: int) -> int:
         """Listen, for an empty host on every interface; return the port, or raise `PortError` if it is taken."""
-        with listening(port):
-            if host == "" and socket.has_dualstack_ipv6():
-                dualstack = socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
-                self._server = await self._loop.create_server(self._on_connection, sock=dualstack)
-            else:
-                self._server = await self._loop.create_server(self._on_connection, host or "0.0.0.0", port)
+        self._server = await self._loop.create_server(self._on_connection, sock=listening_socket(host, port))
         name = self._server.sockets[0].getsockname()
         return int(name[1])
 

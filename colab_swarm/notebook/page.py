@@ -17,7 +17,7 @@ import msgspec
 from aiohttp import web
 
 from colab_swarm.markup import text
-from colab_swarm.net.addresses import VisitorLogger, listening, source_of
+from colab_swarm.net.addresses import VisitorLogger, listening_socket, source_of
 from colab_swarm.net.patience import VisitLimit
 from colab_swarm.net.visitors import ConnectionRoom
 from colab_swarm.notebook.theme import Document
@@ -173,8 +173,7 @@ async def listen(app: web.Application, host: str, port: int, **options: Any) -> 
     runner = _Runner(app, keepalive_timeout=IDLE_S, **options)
     await runner.setup()
     try:
-        with listening(port):
-            await web.TCPSite(runner, host, port).start()
+        await web.SockSite(runner, listening_socket(host, port)).start()
     except BaseException:
         await runner.cleanup()
         raise

@@ -4,6 +4,7 @@ import asyncio
 import base64
 import contextlib
 import re
+import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from hashlib import sha256
@@ -242,3 +243,21 @@ async def test_a_request_under_way_stays_where_idle_connections_go(monkeypatch: 
                 writer.close()
     finally:
         await runner.cleanup()
+
+
+async def test_an_empty_host_listens_at_one_port_of_ipv4_and_ipv6() -> None:
+    async def greet(request: web.Request) -> web.Response:
+        return web.Response(text="here")
+
+    app = web.Application()
+    app.router.add_get("/", greet)
+    runner, url = await listen(app, "", 0)
+    port = url.rsplit(":", 1)[1].rstrip("/")
+    hosts = ["127.0.0.1"]
+    if socket.has_dualstack_ipv6():
+        hosts.append("[::1]")
+    async with aiohttp.ClientSession() as session:
+        for host in hosts:
+            async with session.get(f"http://{host}:{port}/") as answer:
+                assert await answer.text() == "here"
+    await runner.cleanup()
