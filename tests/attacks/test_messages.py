@@ -28,11 +28,20 @@ from colab_swarm.tensors import chunks as chunks_module
 from colab_swarm.tensors.chunks import MAX_STATE_BYTES, StateChunk, chunk_bytes
 from colab_swarm.training.state import DescribeState
 from tests.attacks.mutations import Mutator, link_of, send_messages
-from tests.attacks.town import end
 from tests.net.swarm import until
 from tests.training import toy
 
 BATCH = 50  # messages to a link
+
+
+def end(swarm: cs.Swarm) -> None:
+    """Leave without notice, which takes no time."""
+
+    async def die() -> None:
+        swarm.kill()
+        await swarm.services.peers.close()
+
+    swarm.runtime.call(die())
 
 
 class Full:

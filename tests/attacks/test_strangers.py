@@ -8,19 +8,15 @@ from collections import Counter
 from collections.abc import AsyncIterator
 from dataclasses import replace
 
-import aiohttp
-import msgspec
 import pytest
 
-from colab_swarm.dht.records import KEY_BYTES, VALUE_BYTES, Record, Stored, StoreRecord
-from colab_swarm.dht.service import DHT, key_id
 from colab_swarm.errors import CallRefused, PeerError
 from colab_swarm.events import EventLog
 from colab_swarm.net.handshake import MAX_HANDSHAKES
-from colab_swarm.net.node import REDIAL_S, Node
+from colab_swarm.net.node import REDIAL_S
 from colab_swarm.net.peers import Contact, PeerId
 from colab_swarm.net.reachability import DialBack, DialledBack, ReachabilityWatch
-from colab_swarm.notebook.page import ANSWERS_PER_S, StatusPage
+from colab_swarm.notebook.page import StatusPage
 from tests.net.swarm import Echo, candidates, peers, start, until
 
 pytestmark = pytest.mark.real_time
@@ -64,43 +60,6 @@ async def test_late_joiners_enter_beside_two_thousand_idle_connections_from_one_
     assert opened["in all"] >= IDLE and joined >= 19  # 95 %
 
 
-def stuffing(peer: Node, key: bytes, size: int) -> Record:
-    now = peer.time()
-    bare = Record(
-        msgspec.msgpack.encode(bytes(size)), now + 80_000, int(now * 1e6), 80_000.0, peer.public_key
-    )
-    return msgspec.structs.replace(bare, signature=peer.sign(bare.signed_bytes(key)))
-
-
-async def store(peer: Node, at: PeerId, key: bytes, *records: Record) -> tuple[str, ...]:
-    return (await peer.call(at, StoreRecord(key, records, peer.contact), Stored, timeout_s=20)).refusals
-
-
-async def test_members_that_stuff_a_key_keep_no_new_record_out() -> None:
-    names = [f"mallory {index}" for index in range(12)]
-    async with peers("alice", "bob", *names) as (alice, bob, *sybils):
-        dht = DHT(alice, random.Random(1))
-        key, largest = key_id("run/model/progress"), VALUE_BYTES - 8
-        refusals = [await store(one, alice.id, key, stuffing(one, key, largest)) for one in sybils]
-        assert refusals.count(("",)) >= 6  # six of them fill the key
-        held = dht._storage.get(key, now=asyncio.get_running_loop().time())
-        assert sum(one.size_bytes for one in held) > KEY_BYTES - largest - 1000
-        assert await store(bob, alice.id, key, stuffing(bob, key, 200)) == ("",)
-        await dht.stop()
-
-
-async def test_one_identity_fills_no_holder(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("colab_swarm.dht.records.OWNER_BYTES", 100_000)
-    async with peers("alice", "bob", "mallory") as (alice, bob, mallory):
-        dht = DHT(alice, random.Random(1))
-        keys = [key_id(f"mallory/{index}") for index in range(1000)]
-        answers = [await store(mallory, alice.id, key, stuffing(mallory, key, 300)) for key in keys]
-        taken = answers.count(("",))
-        assert 0 < taken < 200 and dht._storage.total_bytes <= 100_000
-        assert await store(bob, alice.id, keys[0], stuffing(bob, keys[0], 200)) == ("",)
-        await dht.stop()
-
-
 @contextlib.asynccontextmanager
 async def listening(host: str) -> AsyncIterator[tuple[str, Counter[str]]]:
     """A victim: its address, and how often it was connected to."""
@@ -126,12 +85,7 @@ async def test_a_peer_that_is_dialled_back_elsewhere_is_so_only_at_its_own_addre
         await mallory.call(alice.id, Echo(), Echo, timeout_s=5)
         path = alice.path_to(mallory.id)
         assert path is not None
-        elsewhere = (
-            "ws://203.0.113.9:1",
-            "ws://[2001:db8::1]:1",
-            "ws://169.254.169.254:80",
-            "ws://192.168.1.1:1",
-        )
+        elsewhere = ("ws://203.0.113.9:1", "ws://[2001:db8::1]:1", "ws://169.254.169.254:80")
         mallory_seen = replace(path, remote=("198.51.100.7", 5))
         monkeypatch.setattr(alice, "path_to", lambda peer: mallory_seen)
         answer = await mallory.call(alice.id, DialBack((victim, *elsewhere)), DialledBack, timeout_s=5)
@@ -186,23 +140,13 @@ async def test_a_peer_named_at_anothers_address_does_not_keep_that_one_busy() ->
         )  # its own peer is reached
 
 
-TLS = b"\x16\x03\x01" + bytes(90)
 GARBAGE = (
     b"",
     b"\x00" * 300,
     b"GET / HTTP/1.1\r\n\r\n",
     b"GET /%zz HTTP/9.9\r\nHost: \xff\r\n\r\n",
-    b"\x16\x03\x01" + bytes(90),
+    b"\x16\x03\x01" + bytes(90),  # TLS
 )
-
-
-async def garble(port: int, data: bytes) -> None:
-    with contextlib.suppress(OSError):
-        reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        writer.write(data)
-        writer.write_eof()
-        await reader.read()
-        writer.close()
 
 
 async def test_garbage_connections_print_nothing_and_are_counted(
@@ -212,7 +156,12 @@ async def test_garbage_connections_print_nothing_and_are_counted(
     rng = random.Random(17)
     async with peers("alice", "bob") as (alice, bob):
         for index in range(100):
-            await garble(alice.port or 0, GARBAGE[index % len(GARBAGE)] or rng.randbytes(rng.randrange(500)))
+            with contextlib.suppress(OSError):
+                reader, writer = await asyncio.open_connection("127.0.0.1", alice.port)
+                writer.write(GARBAGE[index % len(GARBAGE)] or rng.randbytes(rng.randrange(500)))
+                writer.write_eof()
+                await reader.read()
+                writer.close()
         assert await bob.call(alice.id, Echo(b"on"), Echo, timeout_s=5) == Echo(b"on")
     bad = [one for one in caplog.records if one.name == "colab_swarm.http"]
     assert len([one for one in bad if one.levelno == logging.DEBUG]) >= 20
@@ -221,31 +170,8 @@ async def test_garbage_connections_print_nothing_and_are_counted(
     assert "Traceback" not in capfd.readouterr().err
 
 
-def status_page() -> StatusPage[int]:
-    return StatusPage(lambda: 1, str, lambda one: [], lambda one: [], host="test")
-
-
-async def answers(session: aiohttp.ClientSession, url: str, count: int) -> Counter[int]:
-    found = Counter[int]()
-    for _ in range(count):
-        async with session.get(url) as response:
-            found[response.status] += 1
-    return found
-
-
-async def test_one_visitor_of_a_page_uses_up_its_own_limit_only() -> None:
-    page = status_page()
-    await page.start("127.0.0.1", 0)
-    flooding = aiohttp.TCPConnector(local_addr=("127.0.0.2", 0))
-    async with aiohttp.ClientSession(connector=flooding) as flood, aiohttp.ClientSession() as honest:
-        greedy = await answers(flood, page.url, 10 * ANSWERS_PER_S)
-        assert (await answers(honest, page.url, 5))[200] == 5
-    assert greedy[429] > 0
-    await page.close()
-
-
 async def test_a_body_that_nobody_wants_is_not_read(caplog: pytest.LogCaptureFixture) -> None:
-    page = status_page()
+    page = StatusPage[int](lambda: 1, str, lambda one: [], lambda one: [], host="test")
     await page.start("127.0.0.1", 0)
     port = int(page.url.rstrip("/").rpartition(":")[2])
     for method in (b"GET", b"POST"):
