@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from colab_swarm.errors import BucketError
-from colab_swarm.events import Fault, PeerRefused
+from colab_swarm.events import Fault, Notice, PeerRefused
 from colab_swarm.mailbox.objects import RoundManifest, unseal
 from colab_swarm.swarm.simulation import Simulation
 from colab_swarm.swarm.swarm import Swarm
@@ -82,6 +82,10 @@ def faults(sim: Simulation, *names: str) -> str:
         lines += [event.text for event in events.recent(Fault)]
         lines += [f"{event.what} does not count: {event.why}" for event in events.recent(PeerRefused)]
     return "\n".join(lines)
+
+
+def notices(sim: Simulation, name: str) -> list[str]:
+    return [event.text for event in sim.swarms[name].events.recent(Notice)]
 
 
 def count(sim: Simulation, kind: type[Any]) -> int:

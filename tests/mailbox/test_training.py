@@ -3,7 +3,6 @@
 import asyncio
 import itertools
 import math
-import operator
 import random
 from collections import Counter
 from collections.abc import Sequence
@@ -16,34 +15,30 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 import colab_swarm as cs
 from colab_swarm.averaging.grants import Batch
 from colab_swarm.errors import BucketError
-from colab_swarm.events import BatchDropped, Notice, StateReceived, Waited
+from colab_swarm.events import BatchDropped, StateReceived, Waited
 from colab_swarm.mailbox.chain import RoundChain
 from colab_swarm.mailbox.decide import LEAST_PAUSE_S
-from colab_swarm.mailbox.objects import LEFT, Farewell
 from colab_swarm.net.peers import PeerId
 from colab_swarm.swarm.swarm import Swarm
-from tests.mailbox.run import SETTINGS, Create, Trained, agree, count, fail, faults, manifests, train
+from tests.mailbox.run import SETTINGS, Change, Create, Trained, agree, count, fail, manifests, notices, train
 from tests.training.toy import ROWS, join_training, loss_of, model, take, wait_for_peers
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("error", [OSError("off"), PermissionError("revoked")])
-@pytest.mark.parametrize("compression", ["float32", "sparseloco"])
+@pytest.mark.parametrize(("compression", "overlap"), [("float32", False), ("sparseloco", True)])
 def test_a_store_that_fails_for_minutes_costs_nothing(
     error: Exception, overlap: bool, compression: str
 ) -> None:
     with cs.simulate(3, mailbox=True) as sim:
         fail(sim, error, 20.0, 300.0)
         results = sim.run(lambda swarm: train(swarm, overlap=overlap, compression=compression), seconds=1500)
-        agree(results, "alice", "bob", "carol")
+        agree(results, *sim.swarms)
         assert not count(sim, BatchDropped)
         if isinstance(error, PermissionError):
             assert all(one.refusals for one in results.values())
         else:
-            assert "the bucket answers again" in [
-                one.text for one in sim.swarms["alice"].events.recent(Notice)
-            ]
+            assert "the bucket answers again" in notices(sim, "alice")
 
 
 @pytest.mark.slow
@@ -72,46 +67,7 @@ def test_keys_that_cannot_delete_are_enough_for_all_members_but_one() -> None:
         assert min(states) == 32, "alice keeps the last two"
 
 
-@pytest.mark.parametrize("forged", [False, True])
-def test_no_round_waits_for_a_member_that_has_said_farewell(forged: bool) -> None:
-    """Nobody else can say it for a member."""
-
-    def life(swarm: Swarm) -> float:
-        told = train(swarm, rounds=4 if swarm.name == "bob" else 3)
-        begin = swarm.runtime.time()
-        if swarm.name == "bob" or not forged:
-            swarm.optimizers["model"].close()
-        if swarm.name == "alice":
-            return begin
-        assert max(told.lineages) == 4
-        return swarm.runtime.time()
-
-    with cs.simulate(2, mailbox=True) as sim:
-        if forged:
-            bob, write = sim.swarms["bob"], sim.bucket.create
-
-            async def also(path: str, data: bytes) -> bool:
-                """Bob's farewell in alice's name, in each round."""
-                folder, _, name = path.rpartition("/")
-                if name == bob.id.hex():
-                    part: Any = bob.optimizers["model"].rounds
-                    journal, chain = part._journal, part._follower.chain
-                    await write(
-                        f"{folder}/{sim.swarms['alice'].id.hex()}{LEFT}",
-                        journal.signed(Farewell, base=chain.base),
-                    )
-                return await write(path, data)
-
-            sim.bucket.create = also  # type: ignore[method-assign, assignment]
-        times = sim.run(life, seconds=900)
-        assert (times["bob"] - times["alice"] > 12) is forged
-        if forged:
-            assert f"{LEFT} does not count: it is another member's" in faults(sim, "bob")
-
-
-@pytest.mark.parametrize(
-    ("peers", "samples_per_s", "most_s"), [(2, 400.0, 8.0), (2, 8.0, 21.0), (3, 400.0, 8.0), (3, 8.0, 16.0)]
-)
+@pytest.mark.parametrize(("peers", "samples_per_s", "most_s"), [(2, 8.0, 21.0), (3, 400.0, 8.0)])
 def test_a_round_waits_two_usual_rounds_for_killed_members_and_says_so_once(
     peers: int, samples_per_s: float, most_s: float
 ) -> None:
@@ -119,27 +75,28 @@ def test_a_round_waits_two_usual_rounds_for_killed_members_and_says_so_once(
     with cs.simulate(peers, mailbox=True, samples_per_s=samples_per_s) as sim:
         results = sim.run(lambda one: train(one, rounds=8 if one.name == "bob" else 4), seconds=900)
         agree(results, "bob", rounds=8)
-        notices = [event.text for event in sim.swarms["bob"].events.recent(Notice)]
         closed_at = sorted(at for path, (_, at) in sim.bucket.objects.items() if "manifest" in path)
         waits = [end - begin for begin, end in itertools.pairwise(closed_at)]
         assert most_s <= max(waits) <= most_s + LEAST_PAUSE_S
         assert all(len(made.entries) == 1 for made in manifests(sim)[-2:]), "the others are left out"
-        late = [text for text in notices if "waits for alice" in text]
-        assert late and len(late) == len({text.split()[1] for text in late}), notices
+        late = [text for text in notices(sim, "bob") if "waits for alice" in text]
+        assert late and len(late) == len({text.split()[1] for text in late}), late
         assert all("s so far: it goes on in" in text for text in late)
 
 
-@pytest.mark.parametrize("upload_s", [(20.0, 25.0), (60.0, 90.0), (30.0, 30.0)])
-def test_a_member_is_not_left_out_for_a_slow_upload(upload_s: tuple[float, float]) -> None:
+def slowly(upload_s: float) -> Change:
+    async def upload(part: Any, create: Create, path: str, data: bytes) -> bool:
+        await asyncio.sleep(upload_s)
+        return await create(path, data)
+
+    return upload
+
+
+def test_a_member_is_not_left_out_for_a_slow_upload() -> None:
     """It takes many times as long as the local steps; the first contributions do not know that yet."""
-    seconds = dict(zip(("alice", "bob"), upload_s, strict=True))
 
     def life(swarm: Swarm) -> Trained:
-        async def slowly(part: Any, create: Create, path: str, data: bytes) -> bool:
-            await asyncio.sleep(seconds[swarm.name])
-            return await create(path, data)
-
-        return train(swarm, slowly, rounds=8)
+        return train(swarm, slowly(60.0 if swarm.name == "alice" else 90.0), rounds=8)
 
     with cs.simulate(2, mailbox=True, samples_per_s=100.0) as sim:
         agree(sim.run(life, seconds=3000), "alice", "bob", rounds=8)
@@ -152,12 +109,8 @@ def test_a_member_is_not_left_out_for_a_slow_upload(upload_s: tuple[float, float
 def test_a_member_that_is_late_again_and_again_costs_the_others_little_and_counts() -> None:
     """Carol's line needs two usual rounds for each contribution."""
 
-    async def slowly(part: Any, create: Create, path: str, data: bytes) -> bool:
-        await asyncio.sleep(140.0)
-        return await create(path, data)
-
     seconds = []
-    for change in (None, slowly):
+    for change in (None, slowly(140.0)):
         with cs.simulate(3, mailbox=True, samples_per_s=0.8) as sim:
             results = sim.run(
                 lambda one: train(one, change if one.name == "carol" else None, rounds=20),  # noqa: B023
@@ -172,40 +125,25 @@ def test_a_member_that_is_late_again_and_again_costs_the_others_little_and_count
     assert seconds[1] < 1.5 * seconds[0], "of the time of three members that are all in time"
 
 
-@pytest.mark.parametrize("frozen_s", [5.0, 8.0])
-def test_a_member_that_stalls_for_a_usual_round_is_not_left_out(frozen_s: float) -> None:
-    with cs.simulate(2, mailbox=True) as sim:
-        sim.network.at(32.0).freeze("bob", frozen_s)
-        agree(sim.run(lambda one: train(one, rounds=8), seconds=900), "alice", "bob", rounds=8)
-        members = [len(made.entries) for made in manifests(sim)]
-        seconds = [entry.seconds for made in manifests(sim) for entry in made.entries]
-        assert max(seconds[3:]) >= 6.0 + frozen_s - 1.0, "it stalled"
-        assert members[1:] == [2] * (len(members) - 1) and not count(sim, BatchDropped)
-
-
 def test_no_round_waits_for_a_member_that_handed_over_before_its_last_round_was_over() -> None:
-    left_at = list[float]()
-
-    def life(swarm: Swarm) -> None:
+    def life(swarm: Swarm) -> float:
         alice = swarm.name == "alice"
         train(swarm, rounds=3 if alice else 6, leave_s=1.0 if alice else 0.0)
-        if alice:
-            left_at.append(swarm.runtime.time())
+        return swarm.runtime.time()
 
     with cs.simulate(2, mailbox=True) as sim:
-        sim.run(life, seconds=900)
+        left_at = sim.run(life, seconds=900)["alice"]
         alice = sim.swarms["alice"].id
         last = max(one.round for one in manifests(sim) if alice in {entry.member for entry in one.entries})
         closed_at = sorted(at for path, (_, at) in sim.bucket.objects.items() if "manifest" in path)
-        assert (
-            left_at[0] < closed_at[last]
-            and max(map(operator.sub, closed_at[last + 1 :], closed_at[last:])) < 60
-        )
+        assert left_at < closed_at[last]
+        assert max(end - begin for begin, end in itertools.pairwise(closed_at[last:])) < 60
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("compression", ["float32", "int8", "sparseloco"])
+@pytest.mark.parametrize(
+    ("compression", "overlap"), [("float32", False), ("int8", True), ("sparseloco", False)]
+)
 def test_peers_join_crash_return_and_leave(compression: str, overlap: bool) -> None:
     def life(swarm: Swarm) -> Trained:
         carol = swarm.name == "carol"
@@ -220,11 +158,10 @@ def test_peers_join_crash_return_and_leave(compression: str, overlap: bool) -> N
         carol = sim.swarms["carol"]
         results = sim.run(life, seconds=1500)
         agree(results, "alice", "bob", "dave", rounds=20)
-        counted = Counter[PeerId]()
-        for one in manifests(sim):
-            for entry in one.entries:
-                counted[entry.member] += entry.samples
-        assert counted[carol.id] == results["carol"].samples, "its last samples count too"
+        entries = [entry for one in manifests(sim) for entry in one.entries if entry.member == carol.id]
+        assert sum(entry.samples for entry in entries) == results["carol"].samples, (
+            "its last samples count too"
+        )
         for name in ("alice", "dave"):
             assert results[name].requests <= 20 * len(results[name].lineages)
         assert any("states/00000016" in path for path in sim.bucket.objects)
@@ -292,8 +229,10 @@ def follow_a_plan(swarm: Swarm, **settings: Any) -> torch.Tensor:
     return torch.cat([one.detach().flatten() for one in optimizer._replica.parameters])
 
 
-@pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize(("compression", "error"), [("float32", 1e-6), ("sparseloco", 1e-6), ("int8", 2e-3)])
+@pytest.mark.parametrize(
+    ("compression", "error", "overlap"),
+    [("float32", 1e-6, True), ("sparseloco", 1e-6, False), ("int8", 2e-3, False)],
+)
 def test_training_equals_that_over_links(
     compression: str, error: float, overlap: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -349,9 +288,8 @@ def test_a_plateau_goes_by_the_losses_of_a_rounds_contributions(overlap: bool) -
     assert 1.0 < state["best"] < 3.0 and state["last_epoch"] >= 5 and rate < 0.1
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_peers_that_start_at_once_have_one_first_state(seed: int) -> None:
-    rng = random.Random(seed)
+def test_peers_that_start_at_once_have_one_first_state() -> None:
+    rng = random.Random(0)
 
     def life(swarm: Swarm) -> bytes:
         optimizer = join_training(swarm, net := model(), **SETTINGS)
@@ -362,9 +300,8 @@ def test_peers_that_start_at_once_have_one_first_state(seed: int) -> None:
         listed = sim.bucket.list
 
         async def slowly(prefix: str, after: str) -> Any:
-            await asyncio.sleep(rng.uniform(0.0, 2.0))
             found = await listed(prefix, after)
-            await asyncio.sleep(rng.uniform(0.0, 2.0))
+            await asyncio.sleep(rng.uniform(0.0, 4.0))
             return found
 
         sim.bucket.list = slowly  # type: ignore[method-assign]
