@@ -1,11 +1,13 @@
 """Runs in a folder: create, join, resume, connect, and what is refused at once."""
 
+import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import colab_swarm as cs
 from colab_swarm.errors import BucketAway, JoinError, MismatchError
@@ -15,8 +17,10 @@ from colab_swarm.mailbox.bucket import MEMORY
 from colab_swarm.net.membership import in_words
 from colab_swarm.net.peers import Role
 from colab_swarm.net.reachability import ReachabilityLevel
+from colab_swarm.training.optimizer import SwarmOptimizer
+from colab_swarm.training.state import CheckpointFolder
 from colab_swarm.trust.access import MAILBOX_HOURS
-from tests.training.toy import join_training, model, take
+from tests.training.toy import join_training, model, parameters_of, take
 
 LOCAL = {"local_steps": 2, "target_batch_size": 20}
 
@@ -53,6 +57,48 @@ def test_an_invitation_alone_leads_to_a_run_whose_creator_has_left(box: str, tmp
             founder.remove_peer(again.id)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("compression", "theirs", "saves"),
+    [
+        ("int8", {"communication": "auto"}, False),
+        ("sparseloco", {"local_steps": 2, "overlap": True, "compression": "sparseloco"}, True),
+        ("float32", {"local_steps": 2}, True),
+    ],
+    ids=["auto", "overlap", "plain"],
+)
+def test_who_joins_or_returns_has_the_weights_of_the_step_that_it_reports(
+    compression: str, theirs: dict[str, Any], saves: bool, box: str, tmp_path: Path
+) -> None:
+    """Before its first batch; also after a kill that left an old checkpoint, or none."""
+    weights: dict[int, torch.Tensor] = {}
+
+    def train_on(rounds: int) -> None:
+        while mine.global_step < rounds:
+            if take(mine, net, mine.global_step) is not None:
+                weights[mine.global_step] = parameters_of(net)
+
+    def enter(bob: cs.Swarm) -> tuple[SwarmOptimizer, torch.nn.Module]:
+        optimizer = join_training(bob, other := model(seed=1), target_batch_size=20, **theirs)
+        assert optimizer.global_step == mine.global_step
+        assert torch.equal(parameters_of(other), weights[optimizer.global_step])
+        return optimizer, other
+
+    with cs.create("weights", mailbox=box) as alice:
+        mine = join_training(alice, net := model(), **LOCAL, compression=compression)
+        train_on(3)
+        with cs.join(str(alice.invite()), mailbox=box, state_dir=tmp_path / "bob") as bob:
+            optimizer, other = enter(bob)
+            take(optimizer, other, 0)
+            if saves:
+                optimizer.save(CheckpointFolder(tmp_path / "bob/checkpoints/model"))
+            # as a kill leaves it
+            shutil.copytree(tmp_path / "bob", tmp_path / "killed", ignore=shutil.ignore_patterns("in-use*"))
+        train_on(5)
+        with cs.resume(tmp_path / "killed") as bob:
+            enter(bob)
+
+
 @pytest.mark.parametrize("empty", [False, True], ids=["absent", "mount point"])
 def test_a_run_whose_folder_is_not_mounted_is_refused_and_begins_no_new_history(
     box: str, tmp_path: Path, empty: bool
@@ -71,7 +117,6 @@ def test_a_run_whose_folder_is_not_mounted_is_refused_and_begins_no_new_history(
         lambda: cs.join(invitation, mailbox=box),
         lambda: cs.join(invitation, mailbox=box, state_dir=tmp_path / "bob"),
         lambda: cs.resume(tmp_path / "bob"),
-        lambda: cs.resume(tmp_path / "alice"),
         lambda: cs.create("away", mailbox=box, state_dir=tmp_path / "alice"),
     ]
     for come_back in returns:
@@ -100,30 +145,34 @@ def test_a_bucket_without_the_run_is_refused_and_a_viewer_writes_nothing_there(t
         assert not objects
 
 
-@pytest.mark.parametrize("ahead_s", [3 * 3600.0, 25 * 3600.0, -3 * 3600.0, -400 * 86400.0])
-@pytest.mark.parametrize("off", ["alice", "bob"])
+@pytest.mark.parametrize(
+    ("off", "ahead_s", "way"),
+    [("alice", 3 * 3600.0, "ahead of"), ("bob", 25 * 3600.0, "ahead of"), ("bob", -400 * 86400.0, "behind")],
+)
 def test_the_owner_of_a_wrong_clock_is_told_and_counts_as_a_member(
-    box: str, off: str, ahead_s: float, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    box: str,
+    off: str,
+    ahead_s: float,
+    way: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     clock = time.time
 
-    def enter(name: str, invitation: str) -> tuple[cs.Swarm, str]:
+    def enter(name: str, come: Callable[[], cs.Swarm]) -> cs.Swarm:
         with monkeypatch.context() as machine:
             if name == off:
                 machine.setattr(time, "time", lambda: clock() + ahead_s)
-            if invitation:
-                return cs.join(invitation, mailbox=box, peer_name=name), invitation
-            swarm = cs.create("clocks", mailbox=box, peer_name=name)
-            return swarm, str(swarm.invite())
+            return come()
 
-    alice, invitation = enter("alice", "")
-    bob, _ = enter("bob", invitation)
+    alice = enter("alice", lambda: cs.create("clocks", mailbox=box, peer_name="alice"))
+    invitation = str(alice.invite())
+    bob = enter("bob", lambda: cs.join(invitation, mailbox=box, peer_name="bob"))
     with alice, bob:
         own = bob.services.peers
         assert alice.services.peers.role_by(own.public_key, own.membership, clock()) is Role.WORKER
         swarm = alice if off == "alice" else bob
         (told,) = (event.text for event in swarm.events.recent(Notice) if "clock" in event.text)
-    way = "ahead of" if ahead_s > 0 else "behind"
     assert told.startswith(
         f"this machine's clock is {in_words(abs(ahead_s))} {way} that of {box}: compensated"
     )
@@ -138,22 +187,11 @@ def test_connect_takes_the_address_of_a_bucket(box: str, capsys: pytest.CaptureF
     assert f"others reach you: by the bucket {box}" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("given", "match"),
-    [
-        ({"mailbox": "bucket/folder"}, "is no mailbox: pass an address such as s3://"),
-        ({"mailbox": "s3://" + "x" * 200}, "205 characters: at most 200 fit"),
-        ({"access": "allowlist", "allow": cs.Allowlist(users=("a",))}, "needs this peer online"),
-    ],
-)
-def test_a_run_that_cannot_be_in_a_bucket_is_refused_at_once(
-    box: str, given: dict[str, Any], match: str
-) -> None:
-    with pytest.raises(ValueError, match=match):
-        cs.create("refused", **{"mailbox": box, **given})
-
-
-def test_an_open_run_with_another_bucket_is_refused_and_counted_invitations_too(box: str) -> None:
+def test_a_run_that_cannot_be_in_a_bucket_is_refused_at_once(box: str) -> None:
+    with pytest.raises(ValueError, match="needs this peer online"):
+        cs.create("refused", mailbox=box, access="allowlist", allow=cs.Allowlist(users=("a",)))
+    with pytest.raises(ValueError, match="is no mailbox: pass an address such as s3://"):
+        cs.create("refused", mailbox="bucket/folder")
     with cs.create("kept", mailbox=box) as swarm:
         with pytest.raises(ValueError, match="mailbox='file://"):
             cs.create("kept", mailbox=f"{box}2")

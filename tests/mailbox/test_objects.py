@@ -71,7 +71,7 @@ STATEMENTS: dict[str, Statement] = {
 }
 
 
-@pytest.mark.parametrize("version", [VERSION - 1, VERSION + 1, 255])
+@pytest.mark.parametrize("version", [VERSION - 1, VERSION + 1])
 @pytest.mark.parametrize("kind", STATEMENTS)
 def test_an_object_of_another_version_is_told_by_both_versions(kind: str, version: int) -> None:
     """It may have fields that this version does not know, and another signature."""
@@ -85,9 +85,7 @@ def test_an_object_of_another_version_is_told_by_both_versions(kind: str, versio
         unseal(data, type(statement))
 
 
-@pytest.mark.parametrize(
-    ("pace_s", "wait_s"), [(1.0, 8.0), (10.0, 26.0), (60.0, 135.0), (360.0, 810.0), (3600.0, 7290.0)]
-)
+@pytest.mark.parametrize(("pace_s", "wait_s"), [(1.0, 8.0), (60.0, 135.0), (3600.0, 7290.0)])
 def test_the_wait_for_most_members_is_two_usual_rounds_and_a_grace(pace_s: float, wait_s: float) -> None:
     chain = msgspec.structs.replace(CHAIN, pace_s=pace_s)
     assert chain.due_at([ALICE.id], (), ()) == chain.closed_at + wait_s
@@ -153,9 +151,7 @@ def test_the_mean_is_weighted_by_samples_and_the_same_in_any_order_of_reading() 
 
 
 @pytest.mark.parametrize("name", ["float32", "int8", "sparseloco"])
-@pytest.mark.parametrize(
-    "numel", [0, 1, 5000, contributions.PIECE - 1, contributions.PIECE, contributions.PIECE + 1]
-)
+@pytest.mark.parametrize("numel", [0, 1, 5000, contributions.PIECE, contributions.PIECE + 1])
 def test_vectors_are_encoded_in_pieces_of_known_size(name: str, numel: int) -> None:
     codec = codec_of(name)
     values = np.linspace(-1, 1, numel, dtype=np.float32)
@@ -167,6 +163,8 @@ def test_vectors_are_encoded_in_pieces_of_known_size(name: str, numel: int) -> N
         expected.append(codec.decode(codec.encode(piece), len(piece)))
     decoded = [piece for _, piece in contributions.decode(codec, content, numel)]
     np.testing.assert_array_equal(np.concatenate([values[:0], *decoded]), np.concatenate(expected))
+    norm = np.linalg.norm(np.concatenate(expected).astype(np.float64))
+    assert contributions.norm_of(codec, content, numel) == pytest.approx(norm)
     with pytest.raises(ValueError, match="encoded"):
         contributions.norm_of(codec, memoryview(bytes(content) + b"x"), numel)
 
