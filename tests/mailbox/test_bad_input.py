@@ -26,9 +26,8 @@ from colab_swarm.mailbox.objects import (
 from colab_swarm.mailbox.spectator import last_members
 from colab_swarm.net.handshake import VERSION
 from colab_swarm.net.peers import PeerId, Role, short
-from colab_swarm.swarm.simulation import Simulation
 from colab_swarm.swarm.swarm import Swarm
-from tests.mailbox.run import ROUNDS, Change, Create, Trained, agree, faults, manifests, train
+from tests.mailbox.run import ROUNDS, Change, Create, agree, faults, manifests, train
 
 Lie = Callable[[Any, str, bytes], tuple[str, bytes]]
 """What a member writes in place of its contribution, and where."""
@@ -174,36 +173,6 @@ def test_a_manifest_that_lies_is_skipped_and_its_author_named(lists: str) -> Non
         assert lied and any(path.endswith(f"{lied[0]}/manifest-01") for path in sim.bucket.objects)
         told = faults(sim, "alice", "bob")
         assert any(f"{folder}/manifest-00 does not count" in told for folder in lied)
-
-
-@pytest.mark.slow
-def test_garbage_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("colab_swarm.mailbox.bucket_rounds.STATE_ROUNDS", 4)
-    # Else a member that has joined a short time ago writes none.
-    monkeypatch.setattr("colab_swarm.training.digests.SKETCH_STEPS", 2)
-    rng = random.Random(0)
-
-    def litter(swarm: Swarm, sim: Simulation) -> Trained:
-        branch = bytes(8).hex()
-        while True:
-            swarm.runtime.call(asyncio.sleep(2.0))
-            root = next(iter(sim.bucket.objects)).partition("card")[0]
-            folders = {path.rpartition("/")[0] for path in sim.bucket.objects if "/rounds/" in path}
-            names = [f"{root}rounds/00000999-{branch}/manifest-00", f"{root}rounds/é/../manifest-00"]
-            names += [f"{root}{name}" for name in ("rounds/x", "states/x", f"states/99999999-{branch}")]
-            for folder in folders:
-                names += [f"{folder}/x", f"{folder}/manifest-{rng.randint(1, 99):02d}"]
-            for name in names:
-                swarm.runtime.call(sim.bucket.create(name, b"garbage"))
-
-    with cs.simulate(3, mailbox=True) as sim:
-        sim.join("dave", at=60.0)
-        results = sim.run(
-            lambda one: litter(one, sim) if one.name == "carol" else train(one, rounds=8), seconds=450
-        )
-        agree(results, "alice", "bob", "dave", rounds=8)
-        assert "manifest" in faults(sim, "alice", "bob") and "states/99999999" in faults(sim, "dave")
-        assert any("states/00000004-" in path for path in sim.bucket.objects)
 
 
 def test_of_two_manifests_at_once_one_stands(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,19 @@ from colab_swarm.mailbox.chain import RoundChain
 from colab_swarm.mailbox.decide import LEAST_PAUSE_S
 from colab_swarm.net.peers import PeerId
 from colab_swarm.swarm.swarm import Swarm
-from tests.mailbox.run import SETTINGS, Change, Create, Trained, agree, count, fail, manifests, notices, train
+from tests.mailbox.run import (
+    SETTINGS,
+    Change,
+    Create,
+    Trained,
+    agree,
+    count,
+    fail,
+    faults,
+    manifests,
+    notices,
+    train,
+)
 from tests.training.toy import ROWS, join_training, loss_of, model, take, wait_for_peers
 
 
@@ -147,6 +159,10 @@ def test_no_round_waits_for_a_member_that_handed_over_before_its_last_round_was_
 def test_peers_join_crash_return_and_leave(compression: str, overlap: bool) -> None:
     def life(swarm: Swarm) -> Trained:
         carol = swarm.name == "carol"
+        if swarm.name == "dave":
+            folder = f"runs/{swarm.run_id}/model"
+            for garbage in (f"states/99999999-{bytes(8).hex()}", "states/x", "rounds/x"):
+                swarm.runtime.call(sim.bucket.create(f"{folder}/{garbage}", b"garbage"))
         return train(
             swarm, rounds=5 if carol else 20, leave_s=120.0 * carol, compression=compression, overlap=overlap
         )
@@ -165,6 +181,7 @@ def test_peers_join_crash_return_and_leave(compression: str, overlap: bool) -> N
         for name in ("alice", "dave"):
             assert results[name].requests <= 20 * len(results[name].lineages)
         assert any("states/00000016" in path for path in sim.bucket.objects)
+        assert f"states/99999999-{bytes(8).hex()} does not count" in faults(sim, "dave")
 
 
 def test_a_peer_that_slept_while_its_rounds_were_deleted_catches_up(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -208,7 +225,8 @@ def test_wait_step_ends_in_time_though_the_bucket_is_away(overlap: bool) -> None
 def follow_a_plan(swarm: Swarm, **settings: Any) -> torch.Tensor:
     """Four rounds of three local steps each, of one batch."""
     optimizer = join_training(swarm, net := model(), target_batch_size=40, local_steps=3, **settings)
-    rounds, rows = optimizer.rounds, ROWS[swarm.name]
+    rounds: Any = optimizer.rounds
+    rows = ROWS[swarm.name]
     samples = rows.stop - rows.start
     count = rounds.count
 
@@ -216,7 +234,7 @@ def follow_a_plan(swarm: Swarm, **settings: Any) -> torch.Tensor:
         count(samples, now)
         rounds.share.granted = 3 * samples
 
-    rounds.count = counted  # type: ignore[method-assign]
+    rounds.count = counted
     swarm.runtime.call(asyncio.sleep(30.0))
     if not swarm.services.mailbox:
         wait_for_peers(swarm, optimizer, 2)
