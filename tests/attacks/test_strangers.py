@@ -29,18 +29,16 @@ async def hold_open(port: int, opened: Counter[str]) -> None:
         with contextlib.suppress(OSError):
             reader, writer = await asyncio.open_connection("127.0.0.1", port, local_addr=("127.0.0.2", 0))
             opened["in all"] += 1
-            try:
+            with contextlib.closing(writer):
                 while await reader.read(4096):
                     pass
-                opened["dropped"] += 1
-            finally:
-                writer.close()
         await asyncio.sleep(5.0)
 
 
 @pytest.mark.slow
 async def test_late_joiners_enter_beside_two_thousand_idle_connections_from_one_address() -> None:
-    opened, joined = Counter[str](), 0
+    opened = Counter[str]()
+    joined = 0
     async with peers("alice") as (alice,):
         idle = [asyncio.create_task(hold_open(alice.port or 0, opened)) for _ in range(IDLE)]
         await until(lambda: opened["in all"] >= IDLE)
@@ -51,13 +49,12 @@ async def test_late_joiners_enter_beside_two_thousand_idle_connections_from_one_
                 await joiner.call(alice.id, Echo(b"in"), Echo, timeout_s=20)
                 joined += 1
             await joiner.close()
-        held = alice.listener._fresh.open
         # The system queues some, which are accepted together.
-        assert len(held) <= MAX_HANDSHAKES + 100
+        assert len(alice.listener._fresh.open) <= MAX_HANDSHAKES + 100
         for task in idle:
             task.cancel()
         await asyncio.gather(*idle, return_exceptions=True)
-    assert opened["in all"] >= IDLE and joined >= 19  # 95 %
+    assert joined >= 19  # 95 %
 
 
 @contextlib.asynccontextmanager
@@ -117,27 +114,6 @@ async def test_a_record_that_names_a_victim_has_it_dialled_ever_more_rarely() ->
                 with pytest.raises(PeerError):
                     await alice.call(PeerId(b"m" * 32), Echo(), Echo, timeout_s=5)
         assert time() - began >= (1 + 2) * REDIAL_S
-
-
-async def test_a_peer_named_at_anothers_address_does_not_keep_that_one_busy() -> None:
-    async with peers("alice", "bob") as (alice, bob):
-        wrong = PeerId(b"m" * 32)
-        alice.learn(Contact(wrong, bob.contact.addresses))
-        greeted = Counter[str]()
-        receive = bob.listener._receive
-
-        def count(request: object) -> object:
-            greeted["in all"] += 1
-            return receive(request)  # type: ignore[arg-type]
-
-        bob.listener._receive = count  # type: ignore[assignment]
-        for _ in range(30):
-            with contextlib.suppress(PeerError):
-                await alice.call(wrong, Echo(), Echo, timeout_s=5)
-        assert 0 < greeted["in all"] <= 3
-        assert await alice.call(bob.id, Echo(b"x"), Echo, timeout_s=5) == Echo(
-            b"x"
-        )  # its own peer is reached
 
 
 GARBAGE = (
