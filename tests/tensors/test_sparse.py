@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from colab_swarm.tensors import sparse as module
 from colab_swarm.tensors import vectors
-from colab_swarm.tensors.codecs import BLOCK_VALUES, ErrorFeedback, Floats, codec_of
+from colab_swarm.tensors.codecs import BLOCK_VALUES, Floats, codec_of
 from colab_swarm.tensors.sparse import SparseLoCo, TopK
 from tests.tensors.test_gamma import round_trip
 
@@ -86,31 +86,6 @@ def test_sparseloco_sends_the_largest_of_every_block(numel: int, seed: int, kind
     assert codec.kept(numel) == kept
     size = 16 + math.ceil(kept / 4) + 3 * math.ceil(kept / 2) if numel else 0
     assert codec.encoded_bytes(numel) == len(codec.encode(values)) == size
-
-
-def descend(name: str, *, feedback: bool) -> float:
-    """The loss that four peers with other minima end with, in parts of the first one."""
-    rng, numel = np.random.default_rng(0), 2 * BLOCK_VALUES
-    curvature = rng.uniform(0.5, 1.5, numel).astype(np.float32)
-    minima = rng.standard_normal((4, numel), dtype=np.float32)
-    best, codec = minima.mean(0), codec_of(name)
-    position = start = best + normal(1, numel)
-    residuals = [ErrorFeedback(numel) for _ in minima]
-    for _ in range(400):
-        arrived = []
-        for minimum, residual in zip(minima, residuals, strict=True):
-            arrived.append(residual.encode(codec, 0, np.float32(0.005) * curvature * (position - minimum))[1])
-            if feedback:
-                residual.settle()
-        position = position - np.mean(arrived, axis=0)
-    return float(curvature @ (position - best) ** 2 / (curvature @ (start - best) ** 2))
-
-
-@pytest.mark.slow
-def test_with_feedback_a_quadratic_bowl_is_descended_as_far_as_without_compression() -> None:
-    exact = descend("float32", feedback=False)
-    assert descend("sparseloco", feedback=True) < 1.05 * exact
-    assert descend("sparseloco", feedback=False) > 10 * exact
 
 
 @given(lengths, st.floats(0, 1), st.integers(0, 1 << 32))
