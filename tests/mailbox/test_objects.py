@@ -12,11 +12,15 @@ from hypothesis import strategies as st
 
 from colab_swarm.errors import ProtocolError
 from colab_swarm.mailbox import contributions
+from colab_swarm.mailbox.bucket import Bucket, StoredObject
 from colab_swarm.mailbox.chain import WINDOW, RoundChain, StateHead
+from colab_swarm.mailbox.journal import Statements
 from colab_swarm.mailbox.objects import (
+    LEFT,
     MAX_PACE_S,
     MIN_PACE_S,
     Card,
+    Farewell,
     ManifestEntry,
     PseudoGradient,
     Statement,
@@ -25,7 +29,7 @@ from colab_swarm.mailbox.objects import (
 )
 from colab_swarm.net.handshake import VERSION
 from colab_swarm.net.identity import Identity
-from colab_swarm.net.peers import PeerId
+from colab_swarm.net.peers import PeerId, Role
 from colab_swarm.tensors.codecs import codec_of
 from colab_swarm.tensors.vector import HostVector
 from tests.mailbox.board import ALICE, BOB, CAROL, PACE_S, ROOT, contribution, manifest_of
@@ -83,6 +87,20 @@ def test_an_object_of_another_version_is_told_by_both_versions(kind: str, versio
     )
     with pytest.raises(ProtocolError, match=f"^{text}$"):
         unseal(data, type(statement))
+
+
+def test_nobody_says_farewell_in_the_name_of_another_member() -> None:
+    statements = Statements(Bucket("memory://names", "run"), "model", lambda key, membership, at: Role.WORKER)
+    farewell = Farewell(prefix="model", key=BOB.public_key, membership=b"", base=FIRST.base).signed(BOB.sign)
+
+    def opened(who: Identity, chain: RoundChain) -> Farewell:
+        place = StoredObject(f"{chain.folder}/{who.id.hex()}{LEFT}", 1, 0.0)
+        return statements.opened(place, seal(farewell), Farewell)[0]
+
+    assert opened(BOB, FIRST) == farewell
+    for who, chain in ((ALICE, FIRST), (BOB, after(CHAIN, {BOB: PACE_S}))):
+        with pytest.raises(ProtocolError, match="it is another member's, or another round's"):
+            opened(who, chain)
 
 
 @pytest.mark.parametrize(("pace_s", "wait_s"), [(1.0, 8.0), (60.0, 135.0), (3600.0, 7290.0)])
