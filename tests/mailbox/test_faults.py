@@ -183,6 +183,8 @@ def test_min_peers_is_for_the_first_round_only() -> None:
     with cs.simulate(2, mailbox=True) as sim:
         assert "alice" in sim.run(life, seconds=600), "bob has left for good"
         assert len(manifests(sim)[0].entries) == 2
+        text = "the first step waits until 2 peers train; now alice"
+        assert notices(sim, "alice").count(text) == 1
 
 
 class SyncedFolder:
