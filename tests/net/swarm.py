@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from hashlib import sha256
@@ -58,8 +58,12 @@ async def start(name: str, settings: NodeSettings = LOOPBACK, **more: Any) -> No
 
 
 @asynccontextmanager
-async def peers(*names: str, settings: NodeSettings = LOOPBACK, **changes: Any) -> AsyncIterator[list[Node]]:
-    nodes = [await start(name, replace(settings, **changes)) for name in names]
+async def peers(
+    *names: str, settings: NodeSettings = LOOPBACK, events: EventLog | None = None, **changes: Any
+) -> AsyncIterator[list[Node]]:
+    """Peers that know each other and answer `Echo`, with these events and changes of the settings."""
+    own = replace(settings, **changes)
+    nodes = [await start(name, own, events=events or EventLog()) for name in names]
     introduce(nodes)
     try:
         yield nodes
@@ -185,58 +189,47 @@ async def served(handler: Callable[[web.BaseRequest], Awaitable[web.StreamRespon
 
 
 class Proxy:
-    """Passes TCP both ways. ``meddle(data)`` may change what the dialling end sends; `freeze` stops all."""
+    """Passes TCP both ways. ``meddle`` may change what the dialling end sends; all stops while `moving` is cleared."""
 
     def __init__(self, target: Contact) -> None:
         self.meddle: Callable[[bytes], bytes] = lambda data: data
+        self.moving = asyncio.Event()
+        self.moving.set()
+        self.tasks = set[asyncio.Task[Any] | None]()
+        self.writers: list[asyncio.StreamWriter] = []
         self._host, self._port = target.addresses[0].removeprefix("ws://").split(":")
-        self._moving = asyncio.Event()
-        self._moving.set()
-        self._writers: list[asyncio.StreamWriter] = []
 
-    def freeze(self) -> None:
-        self._moving.clear()
-
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        self.tasks.add(task)
         far_reader, far_writer = await asyncio.open_connection(self._host, int(self._port))
-        self._writers += [writer, far_writer]
-        back = self._pump(far_reader, writer, lambda data: data)
-        await asyncio.gather(self._pump(reader, far_writer, self._meddled), back)
-
-    def _meddled(self, data: bytes) -> bytes:
-        return self.meddle(data)
+        self.writers += [writer, far_writer]
+        there = self._pump(reader, far_writer, lambda data: self.meddle(data))
+        await asyncio.gather(there, self._pump(far_reader, writer, lambda data: data))
+        self.tasks.remove(task)
 
     async def _pump(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, change: Callable[[bytes], bytes]
     ) -> None:
-        try:
+        with suppress(OSError):  # one end was cut; the close below informs the other
             while data := await reader.read(1 << 16):
-                await self._moving.wait()
+                await self.moving.wait()
                 writer.write(change(data))
                 await writer.drain()
-        except OSError:
-            pass  # one end was cut; the close below informs the other
-        finally:
-            writer.close()
-
-    @asynccontextmanager
-    async def open(self) -> AsyncIterator[str]:
-        server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
-        try:
-            yield f"ws://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-        finally:
-            server.close()
-            self._moving.set()
-            for writer in self._writers:
-                writer.transport.abort()
-            await asyncio.sleep(0)
-            tasks = [task for task in asyncio.all_tasks() if "Proxy._" in repr(task)]
-            await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), DEADLINE_S)
+        writer.close()
 
 
 @asynccontextmanager
 async def proxied(alice: Node, bob: Node) -> AsyncIterator[Proxy]:
+    """Have alice dial bob through a proxy."""
     proxy = Proxy(bob.contact)
-    async with proxy.open() as address:
-        alice.learn(Contact(bob.id, (address,)))
+    server = await asyncio.start_server(proxy.serve, "127.0.0.1", 0)
+    alice.learn(Contact(bob.id, (f"ws://127.0.0.1:{server.sockets[0].getsockname()[1]}",)))
+    try:
         yield proxy
+    finally:
+        server.close()
+        proxy.moving.set()
+        for writer in proxy.writers:
+            writer.transport.abort()
+        await until(lambda: not proxy.tasks)

@@ -2,23 +2,19 @@
 
 import asyncio
 import contextlib
-import logging
 import tracemalloc
 from pathlib import Path
 
-import aiohttp
 import pytest
 
-from colab_swarm.errors import CallRefused, PeerError, PeerLost
+from colab_swarm.errors import CallRefused, PeerError
 from colab_swarm.events import EventLog, Notice
 from colab_swarm.net import link as answers
-from colab_swarm.net.handshake import Introduction, dial_any
 from colab_swarm.net.identity import Identity
 from colab_swarm.net.link import LEAVE_TIMEOUT_S
 from colab_swarm.net.mux import FrameKind, encode
-from colab_swarm.net.node import Node
 from colab_swarm.net.peers import Stream, short
-from tests.net.swarm import Echo, Piece, Talk, identity, peers, run, sink, start, until
+from tests.net.swarm import Echo, Piece, Talk, peers, push, sink, until
 
 
 async def test_a_small_item_does_not_keep_its_big_packet_alive() -> None:
@@ -54,11 +50,9 @@ async def test_a_peer_that_never_leaves_loses_its_quiet_link() -> None:
 
 async def test_links_that_never_leave_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("colab_swarm.net.node.MAX_LINKS", 2)
-    callers = [await start(name) for name in ("bob", "carol", "dave", "erin", "frank")]
-    async with peers("alice") as (alice,):
+    async with peers("alice", "bob", "carol", "dave", "erin", "frank") as (alice, *callers):
         outcomes = []
         for caller in callers:
-            caller.learn(alice.contact)
             try:
                 await caller.call(alice.id, Echo(), Echo, timeout_s=5)
                 (link,) = caller.table.of(alice.id)
@@ -67,44 +61,6 @@ async def test_links_that_never_leave_are_bounded(monkeypatch: pytest.MonkeyPatc
             except PeerError as error:
                 outcomes.append("busy" if "links, all busy" in str(error) else str(error))
         assert outcomes == ["linked"] * 4 + ["busy"]
-    for caller in callers:
-        await caller.close()
-
-
-async def test_handshakes_that_stall_after_the_first_message_are_bounded(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("colab_swarm.net.handshake.MAX_HANDSHAKES", 3)
-    async with peers("alice") as (alice,), aiohttp.ClientSession() as session:
-        url, held = alice.contact.addresses[0], []
-        for _ in range(4):
-            socket = await session.ws_connect(url)
-            caller = Introduction(identity("bob"), addresses=(), run_id="", expected=alice.id)
-            await socket.send_bytes(caller.start())
-            held.append(socket)  # collected, it would close
-            assert (await socket.receive()).type is aiohttp.WSMsgType.BINARY
-        assert (await held[0].receive()).type is aiohttp.WSMsgType.CLOSED  # the oldest makes room
-        for socket in held:
-            await socket.close()
-
-
-def test_an_address_that_fails_as_another_succeeds_is_not_logged(caplog: pytest.LogCaptureFixture) -> None:
-    async def main() -> None:
-        both = asyncio.Event()
-
-        async def dial(address: str) -> str:
-            await both.wait()
-            if address == "bad":
-                raise PeerLost("bad")
-            return address
-
-        dialling = asyncio.ensure_future(dial_any(["good", "bad"], dial))
-        asyncio.get_running_loop().call_later(0.3, both.set)
-        assert await dialling == "good"
-
-    with caplog.at_level(logging.ERROR):
-        run(main())
-    assert not caplog.records
 
 
 def test_a_saved_identity_is_read_back_and_only_its_owner_can_read_it(tmp_path: Path) -> None:
@@ -134,49 +90,35 @@ async def test_handlers_of_streams_given_up_do_not_pile_up(monkeypatch: pytest.M
         assert await alice.call(bob.id, Echo(b"again"), Echo, timeout_s=5) == Echo(b"again")
 
 
-async def fill(mallory: Node, victim: Node, streams: int, payload: bytes, opened: list[Stream]) -> None:
-    """Open streams that nobody reads, and send on each as long as the window lasts."""
-
-    async def send(stream: Stream) -> None:
-        with contextlib.suppress(PeerError):
-            while True:
-                await stream.send(Piece(0), payload)
-
-    opened += [await mallory.stream(victim.id, Talk(), timeout_s=5) for _ in range(streams)]
-    async with asyncio.timeout(10):
-        await asyncio.gather(*map(send, opened[-streams:]))
-
-
 @pytest.mark.parametrize("size", [100_000, 1])
 async def test_streams_that_nobody_reads_take_bounded_memory_and_honest_ones_go_on(
     size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    limits = {"PEER_UNREAD_BYTES": 4 << 20, "UNREAD_BYTES": 6 << 20}
-    for name, value in limits.items():
-        monkeypatch.setattr(answers, name, value)
+    monkeypatch.setattr(answers, "PEER_UNREAD_BYTES", 4 << 20)
+    monkeypatch.setattr(answers, "UNREAD_BYTES", 6 << 20)
     release, events, held = asyncio.Event(), EventLog(), list[Stream]()
 
     async def wait(opening: Talk, stream: Stream) -> None:
         held.append(stream)
         await release.wait()
 
-    victim = await start("victim", events=events)
-    victim.serve_stream(Talk, wait)
-    victim.serve_stream(Echo, sink)
-    async with peers("alice", "mallory", "sybil") as everyone:
+    async def fill(stream: Stream) -> None:
+        with contextlib.suppress(PeerError):
+            while True:
+                await stream.send(Piece(0), bytes(size))
+
+    async with peers("victim", events=events) as (victim,), peers("alice", "mallory", "sybil") as everyone:
+        victim.serve_stream(Talk, wait)
+        victim.serve_stream(Echo, sink)
         for one in everyone:
             one.learn(victim.contact)
         honest, *hostile = everyone
-        opened = list[Stream]()
         early = await honest.stream(victim.id, Talk(), timeout_s=5)
         await early.send(Piece(0), bytes(1_000_000))
         tracemalloc.start()
-        filling = [asyncio.create_task(fill(one, victim, 12, bytes(size), opened)) for one in hostile]
-        talk = await honest.stream(victim.id, Echo(), timeout_s=5)
-        for index in range(100):
-            await talk.send(Piece(index), bytes(100_000))
-        await talk.end()
-        assert await talk.receive(Piece) == (Piece(100), b"")
+        opened = [await one.stream(victim.id, Talk(), timeout_s=5) for one in hostile for _ in range(12)]
+        filling = [asyncio.create_task(fill(stream)) for stream in opened]
+        assert await push(await honest.stream(victim.id, Echo(), timeout_s=5), 100, 100_000) == 100
         await until(lambda: len(events.recent(Notice)) == 2)
         most = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
@@ -189,4 +131,3 @@ async def test_streams_that_nobody_reads_take_bounded_memory_and_honest_ones_go_
             task.cancel()
         await asyncio.gather(*filling, return_exceptions=True)
         release.set()
-        await victim.close()

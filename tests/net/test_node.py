@@ -80,10 +80,10 @@ async def test_the_fault_of_a_handler_is_an_event() -> None:
         raise RuntimeError("another")
 
     events = EventLog()
-    bob = await start("bob", events=events)
-    bob.serve(Echo, answer)
-    bob.serve_stream(Talk, converse)
-    async with peers("alice") as (alice,):
+    async with peers("alice") as (alice,), peers("bob", events=events) as (bob,):
+        bob.unserve(Echo)
+        bob.serve(Echo, answer)
+        bob.serve_stream(Talk, converse)
         alice.learn(bob.contact)
         with pytest.raises(CallRefused, match="a bug"):
             await alice.call(bob.id, Echo(), Echo, timeout_s=5)
@@ -91,23 +91,20 @@ async def test_the_fault_of_a_handler_is_an_event() -> None:
             await (await alice.stream(bob.id, Talk(), timeout_s=5)).receive(Piece)
     faults = [(fault.where, fault.text) for fault in events.recent(Fault)]
     assert faults == [("call handler", "RuntimeError: a bug"), ("stream handler", "RuntimeError: another")]
-    await bob.close()
 
 
 async def test_events_and_listeners_report_joining_and_leaving_peers() -> None:
     events, own_events, lost = EventLog(), EventLog(), []
-    alice, bob = await start("alice", events=events), await start("bob", events=own_events)
-    alice.on_lost(lost.append)
-    alice.serve(Echo, echo)
-    bob.learn(alice.contact)
-    await bob.call(alice.id, Echo(), Echo, timeout_s=5)
-    await bob.close()
-    await until(lambda: bool(lost))
+    async with peers("alice", events=events) as (alice,):
+        alice.on_lost(lost.append)
+        async with peers("bob", events=own_events) as (bob,):
+            bob.learn(alice.contact)
+            await bob.call(alice.id, Echo(), Echo, timeout_s=5)
+        await until(lambda: bool(lost))
     assert lost == [bob.id]
     assert [event.peer for event in events.recent(PeerJoined)] == [bob.id.hex()]
     assert [(one.peer, one.reason) for one in events.recent(PeerLeft)] == [(bob.id.hex(), "the peer left")]
     assert own_events.recent(PeerJoined) and not own_events.recent(PeerLeft)  # the others stay
-    await alice.close()
 
 
 @pytest.mark.parametrize(("own", "other"), [(SMALL, BIG), (BIG, SMALL)])
@@ -165,10 +162,8 @@ async def test_a_busy_peer_refuses_more_links(monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr("colab_swarm.net.link.MAX_CALLS", 1)
     monkeypatch.setattr(node, "MAX_LINKS", 1)
-    async with peers("bob") as (bob,), peers("alice", "carol") as (alice, carol):
+    async with peers("bob", "alice", "carol") as (bob, alice, carol):
         bob.serve(Talk, wait)
-        alice.learn(bob.contact)
-        carol.learn(bob.contact)
         await alice.call(bob.id, Echo(), Echo, timeout_s=5)
         call = asyncio.create_task(alice.call(bob.id, Talk(), Talk, timeout_s=5))
         await until(lambda: "serving=1" in repr(bob.table.of(alice.id)))
@@ -177,7 +172,6 @@ async def test_a_busy_peer_refuses_more_links(monkeypatch: pytest.MonkeyPatch) -
             await carol.call(bob.id, Echo(), Echo, timeout_s=5)
         with pytest.raises(CallRefused, match=r"1 calls to .* are pending already"):
             await alice.call(bob.id, Echo(), Echo, timeout_s=5)
-        bob.learn(carol.contact)
         await bob.call(carol.id, Echo(), Echo, timeout_s=5)
         assert not any(link.leaving for link in bob.table)  # neither the busy nor the new one
         call.cancel()
@@ -200,8 +194,7 @@ async def test_a_peer_whose_dial_failed_unforeseen_can_be_dialled_again(fault: B
         raise fault
 
     events = EventLog()
-    alice = await start("alice", events=events)
-    async with peers("bob") as (bob,):
+    async with peers("alice", events=events) as (alice,), peers("bob") as (bob,):
         alice.learn(Contact(bob.id, (f"ws://127.0.0.1:9{CIRCUIT}{'ab' * 32}",)))
         with pytest.raises(PeerUnreachable, match="uses no relays"):
             await alice.call(bob.id, Echo(), Echo, timeout_s=1)
@@ -210,5 +203,4 @@ async def test_a_peer_whose_dial_failed_unforeseen_can_be_dialled_again(fault: B
             await alice.call(bob.id, Echo(), Echo, timeout_s=5)
         alice.learn(bob.contact)
         assert await alice.call(bob.id, Echo(b"hello"), Echo, timeout_s=5) == Echo(b"hello")
-        await alice.close()
     assert len(events.recent(Fault)) == isinstance(fault, Exception)
