@@ -204,17 +204,19 @@ class Proxy:
         self.tasks.add(task)
         far_reader, far_writer = await asyncio.open_connection(self._host, int(self._port))
         self.writers += [writer, far_writer]
-        there = self._pump(reader, far_writer, lambda data: self.meddle(data))
-        await asyncio.gather(there, self._pump(far_reader, writer, lambda data: data))
+        there = self._pump(reader, far_writer, meddled=True)
+        await asyncio.gather(there, self._pump(far_reader, writer, meddled=False))
         self.tasks.remove(task)
 
     async def _pump(
-        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, change: Callable[[bytes], bytes]
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, meddled: bool
     ) -> None:
         with suppress(OSError):  # one end was cut; the close below informs the other
             while data := await reader.read(1 << 16):
                 await self.moving.wait()
-                writer.write(change(data))
+                if meddled:
+                    data = self.meddle(data)
+                writer.write(data)
                 await writer.drain()
         writer.close()
 

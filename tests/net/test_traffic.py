@@ -74,20 +74,6 @@ def test_a_line_that_is_full_for_some_seconds_is_known(line_bps: float) -> None:
     assert meter.peak_bps == pytest.approx(line_bps, rel=0.25)
 
 
-def test_links_that_have_carried_nothing_yet_are_unknown() -> None:
-    now = 0.0
-    metering = Metering(NodeSettings(), lambda: now)
-    for traffic in metering.traffic(ALICE, Path(), dialled=True):
-        for step in range(30):  # a handshake and a join: 300 kB in a second
-            traffic.count(10_000, now=step / 29)
-        traffic.count(100, now=1.01)
-        traffic.count(100, now=9.0)
-    for peer in (ALICE, None):
-        statistics = metering.statistics(peer, ())
-        assert statistics.sent_bytes == 300_200
-        assert (statistics.upload_bps, statistics.download_bps) == (None, None)
-
-
 def test_traffic_is_counted_for_peers_the_own_tunnel_and_relays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MAX_BOOK_ENTRIES", 2)
     metering, tunnel = Metering(NodeSettings(), lambda: 0.0), Path(LinkType.TUNNEL)

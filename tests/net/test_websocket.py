@@ -136,19 +136,3 @@ def test_messages_of_the_same_read_before_the_end_are_delivered(end: bytes) -> N
     # a relay forwards after each read: messages left behind would go to the next circuit's peer
     got, transport = feed(b"\x82\x04last" + end, step=99)
     assert transport.is_closing() and got.seen_after_reads == [[b"last"]]
-
-
-async def test_a_client_that_sends_text_first_is_refused() -> None:
-    got = Collector()
-
-    async def serve(request: web.BaseRequest) -> web.StreamResponse:
-        await accept(request, scratch=scratch(), receiver=got).wait_closed()
-        return web.Response()
-
-    async with (
-        served(serve) as at,
-        aiohttp.ClientSession() as session,
-        session.ws_connect(f"http://{at}") as client,
-    ):
-        await client.send_str("hello")
-        await until(lambda: "unexpected WebSocket frame" in got.lost)
