@@ -20,38 +20,25 @@ def test_each_failure_in_a_row_doubles_the_time(first_s: float, expected: list[f
     assert times == expected
 
 
-def test_failures_meanwhile_count_once_and_concern_nobody_else() -> None:
-    left_out = LeftOut[str](5.0, 300.0)
-    assert [left_out.fail("bob", now) for now in (0.0, 1.0, 5.0)] == [5.0, None, 10.0]
-    assert left_out.holds("bob", 6.0) and not left_out.holds("carol", 6.0)
-
-
-def test_what_is_forgiven_starts_anew_and_each_change_has_its_version() -> None:
+def test_failures_count_once_until_they_are_forgiven_and_each_change_has_its_version() -> None:
     left_out = LeftOut[str](5.0, 300.0)
     left_out.forgive("bob")
     assert left_out.version == 0 and not left_out.ends(0.0)
-    for peer in ("bob", "carol"):
-        left_out.fail(peer, 0.0)
-    assert left_out.version == 2 and left_out.ends(1.0) == {"bob": 5.0, "carol": 5.0}
-    assert not left_out.ends(5.0)
+    assert [left_out.fail("bob", now) for now in (0.0, 1.0, 5.0)] == [5.0, None, 10.0]
+    left_out.fail("carol", 5.0)
+    assert left_out.version == 3 and left_out.ends(6.0) == {"bob": 15.0, "carol": 10.0}
     left_out.forgive("bob")
-    assert left_out.version == 3
-    assert not left_out.holds("bob", 0.0) and left_out.holds("carol", 0.0)
-    assert left_out.fail("bob", 1.0) == 5.0
+    assert left_out.version == 4
+    assert not left_out.holds("bob", 6.0) and left_out.holds("carol", 6.0)
+    assert left_out.fail("bob", 7.0) == 5.0 and not left_out.ends(12.0)
 
 
-def test_a_long_time_without_failures_resets_the_count_and_frees_memory() -> None:
-    left_out = LeftOut[int](5.0, 300.0)
-    for peer in range(100):
-        left_out.fail(peer, 0.0)
-    assert left_out.fail(0, 305.0) == 5.0 and left_out.ends(0.0).keys() == {0}
-
-
-def test_memory_is_bounded_and_the_last_failures_count() -> None:
+def test_memory_is_bounded_and_a_long_time_without_failures_resets_the_count() -> None:
     left_out = LeftOut[int](5.0, 300.0)
     for peer in range(MAX_LEFT_OUT + 10):
         left_out.fail(peer, 0.0)
     assert left_out.ends(0.0).keys() == set(range(10, MAX_LEFT_OUT + 10))
+    assert left_out.fail(20, 305.0) == 5.0 and left_out.ends(0.0).keys() == {20}
 
 
 @pytest.mark.parametrize(
@@ -89,18 +76,12 @@ def test_nobody_is_left_out_where_more_than_half_are_late() -> None:
     assert patience.on_late(["bob"], ["alice", "bob"], 0.0) == {"bob": 60.0}
 
 
-def test_the_times_of_the_keys_that_learned_last_are_remembered() -> None:
+def test_the_last_keys_are_remembered_and_one_that_has_become_slow_begins_anew() -> None:
     patience = Patience[int](60.0)
     for key in range(MAX_KEYS + 1):
-        patience.learn(key, 10.0)
-    assert (patience.limit_s(0), patience.limit_s(1)) == (5.0, 20.0)
-
-
-def test_a_peer_that_has_become_slow_begins_anew() -> None:
-    patience = Patience[str](60.0)
-    for key in ("bob", "carol"):
         patience.learn(key, 1.0)
-    patience.on_late(["bob", "carol"], ["alice", "bob", "carol"], 0.0)
-    assert patience.limit_s("bob") == 5.0
-    patience.learn("bob", 10.0)
-    assert patience.limit_s("bob") == 20.0
+    patience.learn(1, 10.0)
+    patience.learn(0, 10.0)
+    assert (patience.limit_s(0), patience.limit_s(2), patience.limit_s(3)) == (20.0, 5.0, 2.0)
+    patience.on_late([3, 4], [3, 4, 5], 0.0)
+    assert patience.limit_s(3) == 5.0

@@ -48,18 +48,6 @@ async def test_a_peer_that_is_dialled_back_on_its_own_machine_is_in_the_lan() ->
         assert bob.linked() == {alice.id} and len(bob.table) == 1  # the dial-back left no link
 
 
-def test_iroh_is_announced_first_where_no_port_leads_to_this_peer() -> None:
-    one, by_iroh = policy(PRIVATE), f"iroh://{'ab' * 32}@relay.test"
-    one.iroh = (by_iroh,)
-    assert one.decide().level is ReachabilityLevel.IROH  # before the first peer, too
-    one.reports[BOB] = DialledBack("203.0.113.7", ((PRIVATE, SILENT),))
-    one.places = {RELAY: (CIRCUIT,)}
-    decided = one.decide()
-    assert decided.level is ReachabilityLevel.IROH and decided.addresses[:2] == (by_iroh, CIRCUIT)
-    one.reports[BOB] = DialledBack("192.168.1.9", ((PRIVATE, ""),))
-    assert one.decide().level is ReachabilityLevel.LAN and by_iroh in one.decide().addresses
-
-
 async def test_a_peer_behind_a_nat_gets_a_place_at_a_relay_and_announces_it() -> None:
     events = EventLog()
     async with peers("alice", "bob", "carol") as (alice, bob, carol):
@@ -124,18 +112,18 @@ async def test_peers_across_the_internet_verify_first(monkeypatch: pytest.Monkey
             assert set(watch._policy.reports) == {carol.id}
 
 
-async def test_dial_backs_are_limited_in_rate(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reachability, "DIAL_BACK_GAP_S", 60.0)
+async def test_new_addresses_are_those_of_their_sender_and_only_sound_ones_count() -> None:
     async with peers("alice", "bob") as (alice, bob), watched(bob):
-        ask = reachability.DialBack(alice.contact.addresses)
-        found = await alice.call(bob.id, ask, DialledBack, timeout_s=5)
-        assert found.outcomes == ((alice.contact.addresses[0], ""),)
-        with pytest.raises(CallRefused, match="less than 60 s ago"):
-            await alice.call(bob.id, reachability.DialBack(()), DialledBack, timeout_s=5)
+        moved = reachability.Moved((PUBLIC, "ws://x/y?z", CIRCUIT))
+        await alice.call(bob.id, moved, Ack, timeout_s=5)
+        assert bob.contact_of(alice.id).addresses == (PUBLIC, CIRCUIT)
 
 
-async def test_a_dial_back_names_silent_and_wrong_peers(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_dial_back_names_silent_and_wrong_peers_and_the_next_is_a_minute_later(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(reachability, "PROBE_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(reachability, "DIAL_BACK_GAP_S", 60.0)
     async with peers("alice", "bob", "carol", "dave") as (alice, bob, carol, dave), watched(bob):
         deafen(carol)
         nodes = (carol, dave, alice)
@@ -144,74 +132,80 @@ async def test_a_dial_back_names_silent_and_wrong_peers(monkeypatch: pytest.Monk
         (_, silent), (_, wrong), (_, heard) = outcomes
         assert silent == "did not answer in 0.2 s" and "was expected" in wrong and heard == ""
         assert not dave.linked()
+        with pytest.raises(CallRefused, match="less than 60 s ago"):
+            await alice.call(bob.id, reachability.DialBack(()), DialledBack, timeout_s=5)
 
 
-async def test_new_addresses_are_those_of_their_sender_and_only_sound_ones_count() -> None:
-    async with peers("alice", "bob") as (alice, bob), watched(bob):
-        moved = reachability.Moved((PUBLIC, "ws://x/y?z", CIRCUIT))
-        await alice.call(bob.id, moved, Ack, timeout_s=5)
-        assert bob.contact_of(alice.id).addresses == (PUBLIC, CIRCUIT)
+NEIGHBOUR = {ALICE: DialledBack("192.168.1.9", ((PRIVATE, ""),))}
+BLOCKED = {BOB: DialledBack("203.0.113.7", ((PRIVATE, SILENT),))}
+BY_CIRCUIT = {ALICE: DialledBack("", ())}
+ELSEWHERE = {BOB: DialledBack("198.51.100.7", ())}
+REACHED = {BOB: DialledBack("203.0.113.7", ((PUBLIC, ""),))}
+IROH, TUNNEL = f"iroh://{'ab' * 32}@relay.test", "wss://swarm.example"
+AT_HOME, AT_LARGE = (LOOPBACK, PRIVATE), (PUBLIC, PRIVATE)
+AT_RELAY = {RELAY: (CIRCUIT,)}
+UNTRIED = "waiting for the first peer"
 
 
-def policy(*addresses: str) -> ReachabilityPolicy:
-    return ReachabilityPolicy(addresses or (LOOPBACK, PRIVATE))
-
-
-def test_a_neighbour_makes_it_a_lan_until_a_peer_outside_fails() -> None:
-    one = policy()
-    one.reports[ALICE] = DialledBack("192.168.1.5", ((PRIVATE, ""),))
-    assert str(one.decide()) == "LAN" and one.decide().addresses == (PRIVATE,) and one.dialable
-    one.reports[BOB] = DialledBack("203.0.113.7", ())
-    decided = one.decide()
-    assert str(decided) == "outgoing only" and decided.addresses == (PRIVATE,) and not one.dialable
-    one.places = {RELAY: (CIRCUIT,)}
-    decided = one.decide()
-    assert str(decided) == "relayed by 72727272" and decided.addresses == (CIRCUIT,)
-
-
-def test_a_relay_is_better_than_a_tunnel() -> None:
-    one = policy()
-    one.reports[BOB] = DialledBack("203.0.113.7", ((PRIVATE, SILENT),))
-    one.tunnel = "wss://swarm.example"
-    assert str(one.decide()) == "tunnel wss://swarm.example"
-    one.places = {RELAY: (CIRCUIT,)}
-    assert one.decide().level is ReachabilityLevel.RELAYED
-    assert one.decide().addresses == (CIRCUIT, "wss://swarm.example")
-    one.places, one.tunnel = {}, None
-    assert one.decide().level is ReachabilityLevel.OUTGOING
+@pytest.mark.parametrize(
+    ("evidence", "level", "addresses", "dialable"),
+    [
+        ({"listening": ()}, "outgoing only", (), False),
+        ({"listening": AT_LARGE}, UNTRIED, AT_LARGE, True),
+        ({"listening": AT_LARGE, "trusted": True}, "direct", AT_LARGE, True),
+        ({"listening": AT_HOME, "iroh": (IROH,)}, "iroh", (IROH, *AT_HOME), False),
+        ({"listening": AT_HOME, "reports": NEIGHBOUR}, "LAN", (PRIVATE,), True),
+        ({"listening": AT_HOME, "reports": NEIGHBOUR, "iroh": (IROH,)}, "LAN", (PRIVATE, IROH), True),
+        ({"listening": AT_HOME, "reports": NEIGHBOUR | BLOCKED}, "outgoing only", (PRIVATE,), False),
+        ({"listening": AT_HOME, "reports": BLOCKED, "tunnel": TUNNEL}, f"tunnel {TUNNEL}", (TUNNEL,), False),
+        (
+            {"listening": AT_HOME, "reports": BLOCKED, "tunnel": TUNNEL, "places": AT_RELAY},
+            "relayed by 72727272",
+            (CIRCUIT, TUNNEL),
+            False,
+        ),
+        (
+            {"listening": AT_HOME, "reports": BLOCKED, "iroh": (IROH,), "places": AT_RELAY},
+            "iroh",
+            (IROH, CIRCUIT, *AT_HOME),
+            False,
+        ),
+        # while all see it through a relay or a tunnel, a public address stays announced, and it looks for relays
+        ({"listening": AT_LARGE, "reports": BY_CIRCUIT}, UNTRIED, (PUBLIC,), False),
+        (
+            {"listening": AT_LARGE, "reports": BY_CIRCUIT, "places": AT_RELAY},
+            "relayed by 72727272",
+            (CIRCUIT, PUBLIC),
+            False,
+        ),
+        (
+            {"listening": AT_LARGE, "reports": BY_CIRCUIT | ELSEWHERE, "places": AT_RELAY},
+            "relayed by 72727272",
+            (CIRCUIT,),
+            False,
+        ),
+        ({"listening": AT_LARGE, "reports": REACHED, "places": AT_RELAY}, "direct", (PUBLIC,), True),
+    ],
+)
+def test_the_best_level_that_works_is_announced(
+    evidence: dict[str, Any], level: str, addresses: tuple[str, ...], dialable: bool
+) -> None:
+    policy = ReachabilityPolicy(**evidence)
+    decided = policy.decide()
+    assert (str(decided), decided.addresses, policy.dialable) == (level, addresses, dialable)
 
 
 def test_each_higher_level_says_why_it_does_not_work() -> None:
-    one = policy()
-    one.reports[BOB] = DialledBack("203.0.113.7", ((PRIVATE, SILENT),))
-    why = dict(one.decide().reasons)
+    decided = ReachabilityPolicy(AT_HOME, reports=BLOCKED).decide()
+    why = dict(decided.reasons)
     assert list(why) == list(ReachabilityLevel)[:5]
     assert why[ReachabilityLevel.DIRECT] == "this machine has no public address"
     assert why[ReachabilityLevel.LAN] == f"dialled back at {PRIVATE}, {SILENT}; a NAT or firewall blocks it"
     assert "tunnel='ngrok'" in why[ReachabilityLevel.TUNNEL]
-    deaf = dict(ReachabilityPolicy(()).decide().reasons)
-    assert deaf[ReachabilityLevel.DIRECT] == "this peer does not listen (listen=False)"
-    assert one.decide().explain().splitlines()[0] == "outgoing only"
-
-
-def test_addresses_that_nobody_has_tried_are_called_so_unless_the_user_gave_them() -> None:
-    assert policy(PUBLIC, PRIVATE).decide().explain() == "waiting for the first peer"
-    assert policy(PUBLIC).dialable and not ReachabilityPolicy(()).dialable
-    given = ReachabilityPolicy(("ws://swarm.example:4500",), trusted=True).decide()
-    assert given.level is ReachabilityLevel.DIRECT and given.addresses == ("ws://swarm.example:4500",)
-
-
-def test_a_public_address_stays_announced_while_all_see_this_peer_through_a_relay_or_tunnel() -> None:
-    one = policy(PUBLIC, PRIVATE)
-    assert one.decide().addresses == (PUBLIC, PRIVATE)
-    one.reports[ALICE] = DialledBack("", ())
-    decided = one.decide()
-    assert decided.level is ReachabilityLevel.UNVERIFIED and decided.addresses == (PUBLIC,)
-    assert "through a relay or a tunnel" in decided.explain() and not one.dialable  # so it looks for relays
-    one.places = {RELAY: (CIRCUIT,)}
-    assert one.decide().level is ReachabilityLevel.RELAYED and one.decide().addresses == (CIRCUIT, PUBLIC)
-    one.reports[BOB] = DialledBack("198.51.100.7", ())
-    assert one.decide().addresses == (CIRCUIT,)  # bob sees it elsewhere: behind a NAT
-    assert "no peer outside this network has tried" in one.decide().explain()
-    one.reports[BOB] = DialledBack("203.0.113.7", ((PUBLIC, ""),))
-    assert one.decide().level is ReachabilityLevel.DIRECT and one.decide().addresses[-1] == PUBLIC
+    assert decided.explain().splitlines()[0] == "outgoing only"
+    for evidence, text in (
+        ({"listening": ()}, "this peer does not listen (listen=False)"),
+        ({"listening": AT_LARGE, "reports": BY_CIRCUIT}, "through a relay or a tunnel"),
+        ({"listening": AT_LARGE, "reports": ELSEWHERE}, "no peer outside this network has tried"),
+    ):
+        assert text in ReachabilityPolicy(**evidence).decide().explain()  # type: ignore[arg-type]

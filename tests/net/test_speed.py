@@ -14,6 +14,7 @@ from colab_swarm.net.speed import MeasureSpeed, SpeedTests, TransferReport, meas
 from colab_swarm.runtime import loop_now
 from colab_swarm.sim import HostProfile, NetworkProfile, SimNetwork, SimPeers
 
+pytestmark = pytest.mark.virtual_time
 SLOW_UP = NetworkProfile("slow up", latency_s=0.05, hosts=(HostProfile(8e6, 80e6),))
 
 
@@ -25,9 +26,11 @@ def pair(profile: NetworkProfile = SLOW_UP) -> tuple[SimNetwork, SimPeers, SimPe
     return network, alice, bob
 
 
-@pytest.mark.virtual_time
 async def test_the_speeds_of_a_known_link_are_measured() -> None:
     _, alice, bob = pair()
+    for size_bytes in (0, speed.MAX_SIZE_BYTES + 1):
+        with pytest.raises(ValueError, match="size_bytes="):
+            await measure(alice, bob.id, size_bytes=size_bytes)
     measured = await measure(alice, bob.id, size_bytes=2 << 20)
     assert alice.statistics(bob.id).sent_bytes < 1.4 * (2 << 20)
     assert measured.upload_bps == pytest.approx(8e6, rel=0.1)
@@ -35,20 +38,12 @@ async def test_the_speeds_of_a_known_link_are_measured() -> None:
     assert measured.rtt_s == pytest.approx(0.1, rel=0.1)
 
 
-@pytest.mark.parametrize("size_bytes", [0, speed.MAX_SIZE_BYTES + 1])
-async def test_a_wrong_size_is_refused_at_once(size_bytes: int) -> None:
-    with pytest.raises(ValueError, match="size_bytes="):
-        await measure(None, None, size_bytes=size_bytes)  # type: ignore[arg-type]
-
-
-@pytest.mark.virtual_time
 async def test_a_slow_link_ends_the_test_by_time_and_not_by_size() -> None:
     _, alice, bob = pair(NetworkProfile("slower", latency_s=0.05, hosts=(HostProfile(1e6, 1e6),)))
     await measure(alice, bob.id, size_bytes=speed.MAX_SIZE_BYTES, timeout_s=30)
     assert loop_now() < 5
 
 
-@pytest.mark.virtual_time
 async def test_one_peer_is_tested_at_a_time_and_the_same_one_after_a_pause() -> None:
     network, alice, bob = pair()
     carol = network.peer("carol")
@@ -62,7 +57,6 @@ async def test_one_peer_is_tested_at_a_time_and_the_same_one_after_a_pause() -> 
     await measure(alice, bob.id, size_bytes=1000)
 
 
-@pytest.mark.virtual_time
 async def test_a_peer_without_the_service_refuses_and_a_silent_one_times_out() -> None:
     network, alice, bob = pair()
     with pytest.raises(CallRefused):
@@ -78,7 +72,6 @@ async def test_a_peer_without_the_service_refuses_and_a_silent_one_times_out() -
         await measure(alice, carol.id, timeout_s=2)
 
 
-@pytest.mark.virtual_time
 async def test_more_bytes_than_agreed_end_the_test() -> None:
     network, alice, _ = pair()
     carol = network.peer("carol")
