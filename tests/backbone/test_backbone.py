@@ -1,18 +1,57 @@
 """A backbone in simulated runs: it saves the state, serves it when no trainer is left, and collects figures."""
 
+import asyncio
 import statistics
 from pathlib import Path
 
 import pytest
 
 import colab_swarm as cs
+from colab_swarm.backbone.backbone import Backbone
+from colab_swarm.backbone.config import CollaborationFile, Dashboard, RunFile
 from colab_swarm.backbone.keeper import read_losses
+from colab_swarm.swarm.simulation import Simulation
 from colab_swarm.swarm.swarm import Swarm
 from colab_swarm.training.state import CheckpointFolder
-from tests.backbone.run import Scene
 from tests.training.toy import join_training, loss_of, model, parameters_of
 
 pytestmark = pytest.mark.slow
+PREFIX = "simulation-0/model"
+
+
+class Scene:
+    """A backbone with a folder, and trainers of the toy model that leave at a step."""
+
+    backbone: Backbone
+
+    def __init__(self, folder: Path, *, keep: int = 3) -> None:
+        kept = CollaborationFile(every_steps=5, keep=keep)
+        page = Dashboard(enabled=False)
+        self.file = RunFile(name="simulation", folder=str(folder), dashboard=page, collaborations=(kept,))
+
+    def run(self, sim: Simulation, seconds: float, **steps: int) -> dict[str, tuple[int, int, bytes]]:
+        async def keep(swarm: Swarm) -> None:
+            self.backbone = Backbone(swarm, self.file)
+            await self.backbone.start()
+            await asyncio.sleep(seconds)
+
+        def live(swarm: Swarm) -> tuple[int, int, bytes] | None:
+            if swarm.name in steps:
+                return train(swarm, steps[swarm.name])
+            return swarm.runtime.call(keep(swarm))
+
+        return sim.run(live)  # type: ignore[return-value]
+
+
+def train(swarm: Swarm, steps: int) -> tuple[int, int, bytes]:
+    net = model(seed=len(swarm.name))  # late joiners differ until they download the state
+    optimizer = join_training(swarm, net)
+    began_at = optimizer.global_step
+    while optimizer.global_step < steps:
+        loss = loss_of(net, optimizer.global_step, slice(0, 2))
+        loss.backward()
+        optimizer.step(samples=2, loss=loss.item())
+    return began_at, optimizer.global_step, optimizer.lineage
 
 
 def test_checkpoints_are_saved_while_others_train_and_a_trainer_continues_from_them(tmp_path: Path) -> None:
@@ -21,23 +60,23 @@ def test_checkpoints_are_saved_while_others_train_and_a_trainer_continues_from_t
         sim.join("bob")
         sim.join("carol")
         scene.run(sim, 60, bob=24, carol=24)
-    assert scene.keeper.standing_in is None  # their optimizers are still there
-    steps = [kept.step for kept in scene.keeper.vault.checkpoints]
+    keeper = scene.backbone.keepers[PREFIX]
+    assert keeper.standing_in is None  # their optimizers are still there
+    steps = [kept.step for kept in keeper.vault.checkpoints]
     assert len(steps) == 2 and steps[0] >= 10 and steps[1] - steps[0] >= 5
+
+    def resume(swarm: Swarm) -> tuple[int, int]:
+        optimizer = join_training(swarm, net := model(), target_batch_size=2)
+        optimizer.load(CheckpointFolder(tmp_path / "model"))
+        began_at = optimizer.global_step
+        while optimizer.global_step < began_at + 2:
+            loss_of(net, 0, slice(0, 2)).backward()
+            optimizer.step(samples=2)
+        assert parameters_of(net).isfinite().all()
+        return began_at, optimizer.global_step
+
     with cs.simulate(1, seed=2) as sim:
-        resumed = sim.run(lambda swarm: resume(swarm, tmp_path / "model"))
-    assert resumed["alice"] == (steps[-1], steps[-1] + 2)
-
-
-def resume(swarm: Swarm, folder: Path) -> tuple[int, int]:
-    optimizer = join_training(swarm, net := model(), target_batch_size=2)
-    optimizer.load(CheckpointFolder(folder))
-    began_at = optimizer.global_step
-    while optimizer.global_step < began_at + 2:
-        loss_of(net, 0, slice(0, 2)).backward()
-        optimizer.step(samples=2)
-    assert parameters_of(net).isfinite().all()
-    return began_at, optimizer.global_step
+        assert sim.run(resume)["alice"] == (steps[-1], steps[-1] + 2)
 
 
 @pytest.mark.parametrize("listen", [True, False])
@@ -61,8 +100,8 @@ def test_losses_and_peers_are_collected_and_the_curve_outlives_a_restart(tmp_pat
         sim.join("bob", listen=False)
         sim.join("carol", listen=False)
         scene.run(sim, 300, bob=20, carol=20)
-        (shown,) = scene.backbone.snapshots()  # type: ignore[union-attr]
-    points = scene.keeper.curve.points
+        (shown,) = scene.backbone.snapshots()
+    points = scene.backbone.keepers[PREFIX].curve.points
     assert len(points) >= 5 and statistics.median(point.peers for point in points) == 2
     assert shown.loss_history == tuple((point.step, point.loss) for point in points)
     assert {peer.name for peer in shown.peers} >= {"bob", "carol"} and shown.step == 20

@@ -71,3 +71,18 @@ def test_settings_travel_with_the_invitation_and_a_volunteer_passes_them_on(tmp_
         for other in ({"settings": {"tokenizer": "alice/own"}}, {"hours": 1.0, "settings": wanted}):
             with pytest.raises(PermissionError, match=r"ask the organizer for another one: .*\[settings\]"):
                 alice.invite(**other)
+
+
+def test_after_a_restart_the_backbone_is_the_same_peer_and_its_old_invitations_are_good(
+    tmp_path: Path,
+) -> None:
+    text = 'name = "a"\nnetwork = {port = 0, lan = false}\ndashboard = {enabled = false}'
+    with serve(read(tmp_path, text)) as backbone:
+        first, invitation = backbone.swarm.id, backbone.invite
+        port = backbone.swarm.network.node.port  # type: ignore[union-attr]
+    quiet = cs.NetworkOptions(lan=False)
+    with (
+        serve(read(tmp_path, text.replace("port = 0", f"port = {port}"))) as again,
+        cs.join(invitation, peer_name="alice", options=quiet) as alice,
+    ):
+        assert again.swarm.id == first and alice.run_id == again.swarm.run_id

@@ -53,19 +53,17 @@ def test_an_invitation_of_a_backbone_with_an_https_address_is_a_link_to_its_page
         assert asked(backbone, "/join", "POST")[0] == 426
 
 
-def test_the_page_shows_the_run_where_others_may_see_the_dashboard(tmp_path: Path) -> None:
-    with served(tmp_path, "wss://run.example.org", dashboard=SHOWN) as backbone:
-        assert 'fetch("live"' in asked(backbone, "/join")[1]
+@pytest.mark.parametrize("host", ["0.0.0.0", "127.0.0.1", "localhost"])
+def test_the_page_shows_the_run_unless_the_dashboard_is_of_this_machine_only(
+    tmp_path: Path, host: str
+) -> None:
+    public = host == "0.0.0.0"
+    board = Dashboard(host=host, port=0)
+    with served(tmp_path, "wss://run.example.org", dashboard=board) as backbone:
+        assert backbone.dashboard and asked(backbone, "/status.json")[0] == 426
+        assert ('fetch("live"' in asked(backbone, "/join")[1]) is public
         status, body, _ = asked(backbone, "/live")
-        assert status == 200 and "<h1>my-run</h1>" in body
-        assert asked(backbone, "/status.json")[0] == 426
-
-
-@pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
-def test_a_dashboard_of_this_machine_stays_there(tmp_path: Path, host: str) -> None:
-    with served(tmp_path, "wss://run.example.org", dashboard=Dashboard(host=host, port=0)) as backbone:
-        assert backbone.dashboard
-        assert asked(backbone, "/join")[0] == 200 and asked(backbone, "/live")[0] == 426
+        assert (status == 200 and "<h1>my-run</h1>" in body) if public else status == 426
 
 
 @pytest.mark.parametrize(

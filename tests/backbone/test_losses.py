@@ -1,8 +1,8 @@
 """The swarm's loss from the reports of single trainers."""
 
-import json
-import sys
+from importlib.machinery import ModuleSpec
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import msgspec
@@ -76,55 +76,45 @@ def test_a_curve_with_a_record_that_was_cut_off_is_continued(tmp_path: Path) -> 
     assert [one.step for one in keeper.read_losses(file)] == [3, 5]
 
 
-Calls = list[list[Any]]
-TRACKER = """
-import json
-FILE = {file!r}
-FAILURES = {failures}
+def tracker(monkeypatch: pytest.MonkeyPatch, name: str, *, failures: int = 0) -> list[Any]:
+    """Stand in for the tracker's module; return the list of the calls that it gets."""
+    calls: list[Any] = []
+    fails = iter([True] * failures)
 
-def record(*call):
-    with open(FILE, "a") as file:
-        file.write(json.dumps(call) + "\\n")
+    def init(**options: Any) -> None:
+        if next(fails, False):
+            raise ConnectionError("not today")
+        calls.append(options)
 
-def init(**options):
-    global FAILURES
-    if FAILURES:
-        FAILURES -= 1
-        raise ConnectionError("not today")
-    record("init", options)
-
-def log(values, step):
-    record("log", values, step)
-
-def finish():
-    record("finish")
-"""
+    module: Any = ModuleType(name)
+    module.__spec__ = ModuleSpec(name, None)
+    module.init, module.finish = init, lambda: calls.append("finish")
+    module.log = lambda values, step: calls.append((step, values))
+    monkeypatch.setitem(sys.modules, name, module)
+    return calls
 
 
-def forwarded(monkeypatch: pytest.MonkeyPatch, folder: Path, name: Any, *, failures: int = 0) -> Calls:
-    """Forward two points to a module of this name; return the calls that it records."""
-    (folder / f"{name}.py").write_text(TRACKER.format(file=str(folder / "calls"), failures=failures))
-    monkeypatch.syspath_prepend(str(folder))
-    monkeypatch.setitem(sys.modules, name, None)  # so that it is removed afterwards
-    del sys.modules[name]
-    forwarder = Forwarder(Forward(to=name, project="bengali"), "r-1/model")
+def forward(to: Any) -> None:
+    forwarder = Forwarder(Forward(to=to, project="bengali"), "r-1/model")
     forwarder.forward([point(1), point(2)])
     forwarder.close()
-    return [json.loads(line) for line in (folder / "calls").read_text().splitlines()]
 
 
 @pytest.mark.parametrize(("name", "key"), [("wandb", "id"), ("trackio", "name")])
 def test_points_are_logged_and_the_run_is_resumed(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: Any, key: str
+    monkeypatch: pytest.MonkeyPatch, name: str, key: str
 ) -> None:
-    begin, first, second, end = forwarded(monkeypatch, tmp_path, name)
-    assert begin == ["init", {"project": "bengali", "resume": "allow", key: "r-1-model"}]
-    assert first == ["log", {"loss": 1.0, "trainers": 2.0}, 1] and second[2] == 2 and end == ["finish"]
+    calls = tracker(monkeypatch, name)
+    forward(name)
+    values = {"loss": 1.0, "trainers": 2.0}
+    begin = {"project": "bengali", "resume": "allow", key: "r-1-model"}
+    assert calls == [begin, (1, values), (2, values), "finish"]
 
 
-def test_a_failing_or_missing_tracker_stops_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    calls = forwarded(monkeypatch, tmp_path, "wandb", failures=1)
-    assert [call[0] for call in calls] == ["init", "log", "finish"]
+def test_a_failing_or_missing_tracker_stops_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = tracker(monkeypatch, "wandb", failures=1)
+    forward("wandb")
+    assert calls[1:] == [(2, {"loss": 1.0, "trainers": 2.0}), "finish"]
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ValueError, match="pip install trackio"):
-        Forwarder(Forward(to="trackio", project="x"), "r-1/model")
+        forward("trackio")
