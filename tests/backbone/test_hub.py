@@ -29,7 +29,7 @@ def wait_until(condition: Callable[[], object]) -> None:
 
 
 class StandIn:
-    """Takes commits to any repository by one token, by the requests of huggingface_hub; the first ``fail`` ones fail."""
+    """Takes commits by one token, as huggingface_hub requests them; the first ``fail`` ones fail."""
 
     def __init__(self) -> None:
         self.fail = self.failed = self.refused = 0

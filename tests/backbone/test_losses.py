@@ -1,5 +1,6 @@
 """The swarm's loss from the reports of single trainers."""
 
+import sys
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType

@@ -1,8 +1,9 @@
 """Fetching: peers forward queries, within bounds, and a liar hides no answer of others."""
 
 import asyncio
+from collections import Counter
 
-from colab_swarm.dht.records import Fetch, Fetched
+from colab_swarm.dht.records import Fetch, Fetched, FindNear, FoundNear
 from colab_swarm.dht.service import MAX_RELAYS, RELAY_WIDTH, key_id
 from colab_swarm.net.peers import PeerId
 from colab_swarm.runtime import loop_now
@@ -37,22 +38,29 @@ async def test_silent_peers_delay_nothing() -> None:
     assert [fault.name for fault in network.fired] == ["partition"]
 
 
-async def test_a_forged_answer_is_skipped() -> None:
+async def test_a_liar_forges_no_signed_value() -> None:
     _, members = await swarm(8)
     alice = members[0]
     await alice.dht.publish("key", "true", ttl_s=60)
-    lies = []
+    lies = Counter[type]()
     readers = [member for member in members if member not in holders(members, "key")]
 
-    async def lie(caller: PeerId, message: Fetch) -> Fetched:
-        lies.append(caller)
+    async def lie_at_once(caller: PeerId, message: Fetch) -> Fetched:
+        lies[Fetch] += 1
         return Fetched((forged(alice.peers),), 0)
 
+    async def lie(caller: PeerId, message: FindNear) -> FoundNear:
+        lies[FindNear] += 1
+        return FoundNear((), (forged(alice.peers),))
+
     nearest = min(members, key=lambda m: int.from_bytes(m.peers.id) ^ int.from_bytes(key_id("key")))
-    nearest.peers.unserve(Fetch)
-    nearest.peers.serve(Fetch, lie)
-    values = [found.value for r in readers for found in (await r.dht.fetch("key")).found.values()]
-    assert values == ["true"] * 3 and lies
+    for kind, handler in ((Fetch, lie_at_once), (FindNear, lie)):
+        nearest.peers.unserve(kind)
+        nearest.peers.serve(kind, handler)  # type: ignore[arg-type]
+    for reader in readers:
+        for found in ((await reader.dht.fetch("key")).found, await reader.dht.get("key")):
+            assert [one.value for one in found.values()] == ["true"]
+    assert len(readers) == 3 and lies[Fetch] and lies[FindNear]
 
 
 async def test_a_fetch_costs_a_bounded_number_of_queries() -> None:

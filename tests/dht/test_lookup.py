@@ -19,28 +19,15 @@ def lookup(*seeds: int, width: int = 3, alpha: int = 2, patience_s: float = 1.0)
     return Lookup(TARGET, map(near, seeds), width=width, alpha=alpha, patience_s=patience_s)
 
 
-def test_the_nearest_are_asked_first_and_no_more_than_alpha_at_once() -> None:
-    search = lookup(9, 5, 7)
+def test_the_nearest_are_asked_by_twos_until_none_nearer_is_named() -> None:
+    search = lookup(9, 5, 7, 8)
     assert search.next_queries(0.0) == [near(5), near(7)] and search.next_queries(0.0) == []
-    search.on_answer(near(5).id, [])
-    assert search.next_queries(0.0) == [near(9)]
-
-
-def test_it_ends_when_the_nearest_have_answered_and_farther_ones_are_not_asked() -> None:
-    search = lookup(1, 2, 3, 4, alpha=3)
-    for contact in search.next_queries(0.0):
-        search.on_answer(contact.id, [near(5)])
-    assert search.done(0.0) and search.next_queries(0.0) == [] and search.calls == 3
-    assert search.nearest(2) == [near(1), near(2)]
-
-
-def test_nearer_peers_named_in_a_reply_are_asked_next() -> None:
-    search = lookup(9, width=1, alpha=1)
-    search.next_queries(0.0)
-    search.on_answer(near(9).id, [near(4)])
+    search.on_answer(near(5).id, [near(4), near(9)])
     assert search.next_queries(0.0) == [near(4)]
-    search.on_answer(near(4).id, [near(9)])
-    assert search.done(0.0) and search.hops(near(4).id) == 2 and search.nearest(1) == [near(4)]
+    search.on_answer(near(7).id, [])
+    search.on_answer(near(4).id, [near(8)])
+    assert search.done(0.0) and search.next_queries(0.0) == [] and search.calls == 3
+    assert search.hops(near(4).id) == 2 and search.nearest(2) == [near(4), near(5)]
 
 
 def test_a_slow_peer_blocks_neither_the_next_query_nor_the_end() -> None:

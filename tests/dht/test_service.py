@@ -14,17 +14,11 @@ from colab_swarm.events import EventLog, Fault
 from colab_swarm.net.peers import Contact, PeerId
 from colab_swarm.runtime import loop_now
 from colab_swarm.sim import HOME
-from tests.dht.swarm import Member, forged, holders, join, swarm
+from tests.dht.swarm import Member, holders, join, swarm
 
 
 async def read(member: Member, key: str) -> dict[bytes, Any]:
     return {subkey: found.value for subkey, found in (await member.dht.get(key)).items()}
-
-
-async def refusal(asker: Member, asked: Member, message: FindNear | Fetch) -> str:
-    with pytest.raises(CallRefused) as caught:
-        await asker.peers.call(asked.peers.id, message, FoundNear, timeout_s=5)
-    return caught.value.code
 
 
 async def test_a_peer_alone_stores_and_gets() -> None:
@@ -45,21 +39,6 @@ async def test_every_peer_sees_all_progress_within_a_second() -> None:
         progress = [await read(member, "progress") for member in members]
         assert loop_now() - began < 8
         assert progress == [{member.peers.id: step for member in members}] * 8
-
-
-async def test_a_lying_replica_cannot_forge_a_signed_value() -> None:
-    _, (alice, bob, carol) = await swarm(3)
-    await alice.dht.publish("key", "true", ttl_s=60)
-    lies = []
-
-    async def lie(caller: PeerId, message: FindNear) -> FoundNear:
-        lies.append(caller)
-        return FoundNear((), (forged(alice.peers),))
-
-    bob.peers.unserve(FindNear)
-    bob.peers.serve(FindNear, lie)
-    answers = [await read(alice, "key"), await read(carol, "key")]
-    assert [list(answer.values()) for answer in answers] == [["true"]] * 2 and len(lies) == 2
 
 
 async def test_values_survive_the_crash_of_all_but_one_replica() -> None:
@@ -88,22 +67,17 @@ async def test_a_key_stored_lately_needs_no_lookup_and_is_found_though_the_neare
     assert await read(reader, "key") == {members[0].peers.id: 7}
 
 
-async def test_progress_is_seen_by_and_from_a_peer_with_a_bad_clock() -> None:
-    network, (alice, bob, carol) = await swarm(3)
-    network.now().skew("bob", 300.0)
-    for value, member in ((1, alice), (2, bob), (3, bob), (4, alice)):
-        await member.dht.publish(f"by {member.peers.name}", value, ttl_s=20)
-    read_by = [await read(member, key) for member in (bob, carol) for key in ("by alice", "by bob")]
-    assert (read_by, [fault.name for fault in network.fired]) == (
-        [{alice.peers.id: 4}, {bob.peers.id: 3}] * 2,
-        ["skew"],
-    )
-
-
 @pytest.mark.parametrize("skew_s", [3600.0, -3600.0])
-async def test_a_clock_that_is_set_to_and_fro_neither_raises_nor_hides_later_records(skew_s: float) -> None:
+async def test_a_clock_that_is_off_or_set_to_and_fro_neither_raises_nor_hides_records(skew_s: float) -> None:
     """Alone a peer goes by its machine's clock, and with others as it ran while they agreed."""
     network, (alice, bob, _) = await swarm(3)
+    network.now().skew("bob", 300.0)
+    for value in (1, 2):
+        await bob.dht.publish("by bob", value, ttl_s=20)
+        await alice.dht.publish("by alice", value, ttl_s=20)
+    for reader in (alice, bob):
+        assert await read(reader, "by alice") == {alice.peers.id: 2}
+        assert await read(reader, "by bob") == {bob.peers.id: 2}
     assert await alice.dht.publish("key", 1, ttl_s=60) == 3
     network.now().partition({"alice"}, {"bob", "carol"})
     await asyncio.sleep(200)
@@ -131,23 +105,6 @@ async def test_a_peer_is_found_by_its_id() -> None:
     assert await members[3].dht.find_peer(PeerId(bytes(32))) is None
 
 
-async def test_no_peer_enters_a_table_under_another_id() -> None:
-    _, (alice, bob, carol) = await swarm(3)
-    lie = FindNear(key_id("key"), Contact(carol.peers.id, ("sim://bob",)))
-    assert await refusal(bob, alice, lie) == "refused"
-
-
-async def test_an_asker_with_endless_addresses_is_answered_but_not_passed_on() -> None:
-    _, (alice, bob) = await swarm(2)
-    alice.dht.table.failed(bob.peers.id)
-    alice.dht.table.failed(bob.peers.id)
-    endless = FindNear(key_id("key"), Contact(bob.peers.id, ("",) * 100_000))
-    await bob.peers.call(alice.peers.id, endless, FoundNear, timeout_s=5)
-    assert bob.peers.id not in alice.dht.table
-    most = ("x" * 50,) * 16
-    assert is_sound(Contact(bob.peers.id, most)) and not is_sound(Contact(bob.peers.id, (*most, "")))
-
-
 async def test_a_liar_that_names_endless_peers_costs_a_few_calls() -> None:
     _, (alice, mallory) = await swarm(2)
     lies = tuple(Contact(PeerId(i.to_bytes(32, "big")), ("sim://no-peer",)) for i in range(3000))
@@ -163,32 +120,25 @@ async def test_a_liar_that_names_endless_peers_costs_a_few_calls() -> None:
     assert len(asked) == 1 and lookup.calls <= 22
 
 
-async def test_a_key_of_a_wrong_length_is_refused() -> None:
-    _, (alice, bob) = await swarm(2)
-    assert await refusal(bob, alice, FindNear(b"x", bob.peers.contact)) == "refused"
-    assert await refusal(bob, alice, Fetch(b"x", 1)) == "refused"
+async def test_wrong_keys_and_wrong_contacts_are_refused_or_not_passed_on() -> None:
+    _, (alice, bob, carol) = await swarm(3)
+    for wrong in (
+        FindNear(key_id("key"), Contact(carol.peers.id, ("sim://bob",))),
+        FindNear(b"x", bob.peers.contact),
+        Fetch(b"x", 1),
+    ):
+        with pytest.raises(CallRefused) as refused:
+            await bob.peers.call(alice.peers.id, wrong, FoundNear, timeout_s=5)
+        assert refused.value.code == "refused"
     for _ in range(MAX_FAILURES):
         await bob.dht.find_near(b"x", width=1)
+        alice.dht.table.failed(bob.peers.id)
     assert alice.peers.id in bob.dht.table, "an answer, too"
-
-
-@pytest.mark.slow
-@pytest.mark.ordeal
-async def test_records_follow_the_peers_that_come_and_go() -> None:
-    network, members = await swarm(6, upkeep=True)
-    await members[0].dht.publish("key", 7, ttl_s=50_000)
-    owner = members[0].peers.id
-    for generation in range(4):
-        joined = [await join(network, f"{generation} {i}", members[-1].peers) for i in range(6)]
-        for member in joined:
-            member.dht.start()
-        await asyncio.sleep(1500)
-        for member in members:
-            network.now().crash(member.peers.name)
-            await member.dht.stop()
-        members = joined
-        await asyncio.sleep(1500)
-    assert (await read(members[0], "key"), len(network.fired)) == ({owner: 7}, 24)
+    endless = FindNear(key_id("key"), Contact(bob.peers.id, ("",) * 100_000))
+    await bob.peers.call(alice.peers.id, endless, FoundNear, timeout_s=5)
+    assert bob.peers.id not in alice.dht.table
+    most = ("x" * 50,) * 16
+    assert is_sound(Contact(bob.peers.id, most)) and not is_sound(Contact(bob.peers.id, (*most, "")))
 
 
 @pytest.mark.parametrize("upkeep", [True, False])
@@ -200,12 +150,22 @@ async def test_a_new_peer_gets_the_records_it_is_nearest_to_by_upkeep(upkeep: bo
     assert holders([dave], "key") == [dave] * upkeep
 
 
-async def test_stop_leaves_no_task_and_serves_no_more() -> None:
-    _, (alice, bob) = await swarm(2)
-    bob.dht.start()
-    await bob.dht.stop()
-    code = await refusal(alice, bob, FindNear(key_id("key"), alice.peers.contact))
-    assert (code, len(asyncio.all_tasks())) == ("unknown", 1)
+async def test_bootstrap_counts_the_answers_and_stop_ends_reads_and_tasks() -> None:
+    network, members = await swarm(4, profile=HOME)
+    late = network.peer("mallory")
+    dht = DHT(late, random.Random(0))
+    assert await dht.bootstrap([Contact(PeerId(bytes(32)), ("sim://no-peer",))]) == 0
+    assert await dht.bootstrap([late.contact, members[2].peers.contact]) == 4
+    dht.start()
+    reading = asyncio.create_task(dht.get("key"))
+    await asyncio.sleep(0.001)
+    await dht.stop()
+    assert await reading == {}
+    with pytest.raises(CallRefused, match="not served"):
+        await members[0].peers.call(
+            late.id, FindNear(key_id("key"), members[0].peers.contact), FoundNear, timeout_s=5
+        )
+    assert len(asyncio.all_tasks()) == 1
 
 
 async def test_upkeep_that_fails_is_an_event_and_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -241,14 +201,6 @@ async def test_a_peer_cut_off_for_long_finds_back_through_its_entries() -> None:
     assert [fault.name for fault in network.fired] == ["partition", "heal"]
 
 
-async def test_stop_ends_a_read_in_progress_in_good_order() -> None:
-    _, members = await swarm(profile=HOME)
-    reading = asyncio.create_task(read(members[0], "key"))
-    await asyncio.sleep(0.001)
-    await members[0].dht.stop()
-    assert (await reading) == {}
-
-
 async def test_two_halves_of_a_swarm_meet_again_within_a_minute() -> None:
     network, members = await swarm(8, upkeep=True)
     halves = {"alice", "bob", "carol", "dave"}, {"erin", "frank", "grace", "heidi"}
@@ -264,11 +216,3 @@ async def test_two_halves_of_a_swarm_meet_again_within_a_minute() -> None:
     await asyncio.sleep(60)
     assert (apart, {len(member.dht.table) for member in members}) == ({2, 3}, {6})
     assert [fault.name for fault in network.fired] == ["partition", "crash", "heal"]
-
-
-async def test_bootstrap_returns_how_many_answered() -> None:
-    network, members = await swarm(4)
-    new = network.peer("mallory")
-    dht = DHT(new, random.Random(0))
-    none = await dht.bootstrap([Contact(PeerId(bytes(32)), ("sim://no-peer",))])
-    assert (none, await dht.bootstrap([new.contact, members[2].peers.contact])) == (0, 4)

@@ -69,40 +69,19 @@ def storage() -> Storage:
     return storage_of()
 
 
-def test_the_latest_version_of_each_owner_wins_in_any_order(storage: Storage) -> None:
-    assert put(storage, record(b"new", at=2)) is None
-    assert put(storage, record(b"old", at=1)) == "a newer record is held"
+def test_the_latest_version_of_each_owner_wins_until_it_ends(storage: Storage) -> None:
+    assert put(storage, record(b"new", at=2, ttl_s=10)) is None
     assert put(storage, record(b"bob's", BOB)) is None
-    assert put(storage, record(b"newest", at=3)) is None and values(storage) == {b"newest", b"bob's"}
-
-
-def test_a_record_ends_on_time_and_its_ttl_counts_down(storage: Storage) -> None:
-    put(storage, record(ttl_s=10))
-    assert storage.get(KEY, now=4.0)[0].ttl_s == 6.0
-    assert values(storage, now=10.0) == set() and storage.total_bytes == 0
-
-
-def test_an_ended_record_is_neither_found_nor_in_the_way_before_it_is_removed(storage: Storage) -> None:
-    put(storage, record(b"new", at=2, ttl_s=1))
-    put(storage, record(b"hers", BOB))
-    assert put(storage, record(b"old", at=1), now=0.9) == "a newer record is held"
-    assert values(storage, now=0.9) == {b"new", b"hers"} and values(storage, now=1.0) == {b"hers"}
-    assert put(storage, record(b"old", at=1), now=1.0) is None
-    assert values(storage, now=2.0) == {b"old", b"hers"}
-
-
-def test_a_rejected_older_record_does_not_shorten_the_life_of_a_newer_one(storage: Storage) -> None:
-    put(storage, record(b"new", at=1, ttl_s=100))
-    assert put(storage, record(b"old", at=0, ttl_s=5)) is not None
-    assert values(storage, now=50.0) == {b"new"}
-    put(storage, record(b"newer", at=2, ttl_s=60))
-    assert values(storage, now=60.0) == set()
-
-
-def test_storing_the_same_record_again_is_fine_and_changes_nothing(storage: Storage) -> None:
-    put(storage, record(ttl_s=10))
-    again = msgspec.structs.replace(record(ttl_s=10), ttl_s=8000.0)
-    assert put(storage, again) is None and values(storage, now=11.0) == set()
+    again = msgspec.structs.replace(record(b"new", at=2, ttl_s=10), ttl_s=8000.0)
+    assert put(storage, again) is None  # and changes nothing
+    assert put(storage, record(b"old", at=1, ttl_s=5), now=9.9) == "a newer record is held"
+    assert values(storage, now=9.9) == {b"new", b"bob's"}
+    assert min(held.ttl_s for held in storage.get(KEY, now=4.0)) == 6.0
+    assert values(storage, now=10.0) == {b"bob's"}
+    assert put(storage, record(b"old", at=1), now=10.0) is None
+    assert put(storage, record(b"newest", at=3), now=10.0) is None
+    assert values(storage, now=11.0) == {b"newest", b"bob's"}
+    assert values(storage, now=70.0) == set() and storage.total_bytes == 0
 
 
 def test_what_may_only_watch_publishes_nothing() -> None:
@@ -135,8 +114,8 @@ def test_a_good_signature_is_checked_once_and_a_forged_one_each_time(monkeypatch
     assert checked == [forged.signature, good.signature, forged.signature]
 
 
-@pytest.mark.parametrize("skew_s", [-300.0, 300.0, records.CLOCK_SLACK_S])
-def test_a_writer_whose_clock_is_five_minutes_off_is_heard(storage: Storage, skew_s: float) -> None:
+@pytest.mark.parametrize("skew_s", [-records.CLOCK_SLACK_S, records.CLOCK_SLACK_S])
+def test_a_writer_whose_clock_is_off_is_heard(storage: Storage, skew_s: float) -> None:
     assert put(storage, record(at=skew_s, ttl_s=30)) is None
     assert values(storage, now=29.0) == {b"v"} and values(storage, now=31.0) == set()
 
@@ -171,17 +150,6 @@ def test_in_a_full_key_a_new_record_takes_the_place_of_the_oldest_of_the_long_on
     assert put(storage, record(b"new", Identity(b"d" * 32))) is None
     assert values(storage) == {ALICE.public_key[:1], CAROL.public_key[:1], b"new"}
     assert "key is full" in str(put(storage, record(bytes(2000), Identity(b"e" * 32))))
-
-
-def test_a_stuffed_key_loses_the_longest_records_first(
-    storage: Storage, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(records, "KEY_BYTES", 8 * 4096)
-    for i in range(8):
-        put(storage, record(bytes(3700), Identity(bytes([i]) * 32)))
-    for i in range(20):
-        assert put(storage, record(b"%d" % i, Identity(bytes([100 + i]) * 32))) is None
-    assert {b"%d" % i for i in range(20)} <= values(storage)
 
 
 def test_one_owner_fills_neither_a_peer_nor_more_than_its_part(
