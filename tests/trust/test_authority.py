@@ -1,8 +1,6 @@
 """From `create` over an invitation to `join`: who is let in by an invitation alone, a counted one, by name."""
 
 import os
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,13 +9,13 @@ import pytest
 
 from colab_swarm.errors import CallRefused, JoinError, PeerError, PeerUnreachable
 from colab_swarm.events import Notice
-from colab_swarm.invite import Access, Invite
+from colab_swarm.invite import Access
 from colab_swarm.net.membership import Account, Grant
 from colab_swarm.net.peers import PeerId, Role
 from colab_swarm.trust.access import RunAccess
 from colab_swarm.trust.authority import AuthorityBook, RequestMembership
 from tests.net.swarm import identity, until
-from tests.trust.run import ALLOW, RUN, Clock, Echo, Peer, Run, call, found, run_with
+from tests.trust.run import ALLOW, RUN, Clock, Echo, Peer, call, found, run_with
 
 HOUR = 3600.0
 
@@ -27,7 +25,8 @@ async def test_an_invited_peer_takes_part_and_invites_others(access: Access) -> 
     async with run_with(access=access) as (here, (authority,)):
         alice = await here.start("alice", here.invite(settings={"tokenizer": "me/own"}))
         bob = await here.start("bob", invitation := alice.invite())
-        assert bob.access.entries[0].id == (alice if access == "open" else authority).node.id
+        entry = alice if access == "open" else authority
+        assert bob.access.entries[0].id == entry.node.id
         assert invitation.settings == {"tokenizer": "me/own"}
         bob.trust.start()
         assert await call(bob, alice) == Echo(b"in")
@@ -52,8 +51,12 @@ async def test_an_unusable_invitation_is_not_made() -> None:
             here.invite(uses=3)
 
 
-def test_a_run_that_cannot_be_created_says_why(tmp_path: Path) -> None:
-    assert found(key_file=tmp_path / "key").admission is not None
+def test_a_key_file_makes_the_same_run_again_and_a_run_that_cannot_be_created_says_why(
+    tmp_path: Path,
+) -> None:
+    for access in ("open", "invite"):
+        first, again = (found(access=access, key_file=tmp_path / "key") for _ in range(2))  # type: ignore[arg-type]
+        assert first.run_id == again.run_id != found(access=access).run_id  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="is the key of the run 'my-run': use another file for 'other'"):
         found("other", key_file=tmp_path / "key")
     with pytest.raises(ValueError, match="no run name"):
@@ -62,19 +65,11 @@ def test_a_run_that_cannot_be_created_says_why(tmp_path: Path) -> None:
         RunAccess.create("my-run", identity("a"), access="invite", allow=ALLOW, key_file=None)
 
 
-async def test_a_token_is_in_no_repr() -> None:
-    assert repr(RequestMembership(b"proof", "hf_secret")) == "RequestMembership(5 bytes, a token)"
+async def test_secrets_are_in_no_repr() -> None:
     async with run_with() as (here, _):
-        shown = repr(
-            RunAccess.from_invitation(invitation := here.invite(), identity("alice"), token="hf_secret")
-        )
-        assert "hf_secret" not in shown and repr(invitation.secret) not in shown
-
-
-@pytest.mark.parametrize("access", ["open", "invite"])
-def test_a_run_is_the_same_after_a_restart_with_its_key_file(access: Access, tmp_path: Path) -> None:
-    first, again = (found(access=access, key_file=tmp_path / "key") for _ in range(2))
-    assert first.run_id == again.run_id != found(access=access).run_id
+        access = RunAccess.from_invitation(invitation := here.invite(), identity("alice"), token="hf_secret")
+    shown = repr(access) + repr(RequestMembership(b"proof", "hf_secret"))
+    assert "hf_secret" not in shown and repr(invitation.secret) not in shown
 
 
 async def test_an_invitation_admits_while_the_authority_sleeps_and_a_counted_one_does_not() -> None:
@@ -103,16 +98,6 @@ async def test_the_authority_replaces_a_self_signed_membership_and_all_take_the_
         assert authority.node.role_of(alice.node.id) is Role.WORKER
 
 
-async def test_a_viewer_cannot_send_gradients() -> None:
-    async with run_with("alice") as (here, (_, alice)):
-        victor = await here.start("victor", here.invite(role="viewer"))
-        with pytest.raises(CallRefused, match="needs the role worker; yours is viewer"):
-            await call(victor, alice)
-        assert await victor.dht.get("anything") == {}
-        assert await victor.dht.publish("anything", 1, ttl_s=60) == 0
-        assert len(victor.dht.table) == 2  # a peer that refuses is alive
-
-
 async def test_a_counted_invitation_admits_its_number_and_refuses_the_next() -> None:
     async with run_with("alice") as (here, (_, alice)):
         invitation = here.invite(uses=1)
@@ -130,29 +115,33 @@ async def test_a_counted_invitation_admits_its_number_and_refuses_the_next() -> 
             await call(here.peers[-1], alice)
 
 
-async def test_a_counted_invitation_gives_its_role_and_is_passed_on_as_it_is() -> None:
-    async with run_with() as (here, (authority,)):
-        alice = await here.start("alice", here.invite(role="viewer", uses=1))
-        assert authority.node.role_of(alice.node.id) is Role.VIEWER
+async def test_a_viewer_reads_but_neither_calls_nor_publishes_and_passes_its_invitation_on() -> None:
+    async with run_with("alice") as (here, (authority, alice)):
+        victor = await here.start("victor", here.invite(role="viewer", uses=1))
+        assert authority.node.role_of(victor.node.id) is Role.VIEWER
+        with pytest.raises(CallRefused, match="needs the role worker; yours is viewer"):
+            await call(victor, alice)
+        assert await victor.dht.get("anything") == {}
+        assert await victor.dht.publish("anything", 1, ttl_s=60) == 0
         with pytest.raises(PermissionError, match="only the organizer's peer chooses"):
-            alice.invite(role="worker")
-        passed_on = alice.invite()
+            victor.invite(role="worker")
+        passed_on = victor.invite()
         assert passed_on.role is Role.VIEWER and passed_on.uses == 1
 
 
-def forged(invitation: Invite) -> Invite:
-    return msgspec.structs.replace(invitation, secret=bytes(31) + b"x")
-
-
-async def test_a_proof_of_another_peer_is_refused() -> None:
-    async with run_with("alice") as (here, (authority, alice)):
-        proof = alice.admission.membership
-        with suppress(JoinError):
-            await here.start("mallory", forged(here.invite(uses=1)))
-        mallory = here.peers[-1]
-        for ask in map(RequestMembership, (proof, b"", b"garbage")):
+async def test_neither_anothers_proof_nor_a_name_without_an_invitation_is_enough() -> None:
+    async with run_with("alice", access="invite") as (here, (authority, alice)):
+        forged = msgspec.structs.replace(here.invite(uses=1), secret=bytes(31) + b"x")
+        with pytest.raises(JoinError):
+            await here.start("mallory", forged)
+        for ask in map(RequestMembership, (alice.admission.membership, b"", b"garbage")):
             with pytest.raises(CallRefused, match="does not admit peer"):
-                await mallory.node.call(authority.node.id, ask, RequestMembership, timeout_s=5)
+                await here.peers[-1].node.call(authority.node.id, ask, RequestMembership, timeout_s=5)
+    async with run_with(access="allowlist") as (here, (authority,)):
+        forged = msgspec.structs.replace(here.invite(), secret=bytes(31) + b"x")
+        with pytest.raises(JoinError, match="not signed by this run's authority"):
+            await here.start("alice", forged, "hf_alice")
+        assert authority.node.role_of(here.peers[-1].node.id) is Role.GUEST
 
 
 ACCOUNTS = {
@@ -172,18 +161,27 @@ def stand_in_hub(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("colab_swarm.trust.authority.whoami", whoami)
 
 
-@asynccontextmanager
-async def run_listed() -> AsyncIterator[tuple[Run, Peer, Peer]]:
+async def test_accounts_on_the_list_are_admitted_for_four_hours_and_put_out_when_they_leave_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     async with run_with(access="allowlist") as (here, _):
         invitation = here.invite()
-        yield here, *[await here.start(name, invitation, f"hf_{name}") for name in ("alice", "bob")]
-
-
-async def test_users_and_members_of_organisations_on_the_list_are_admitted_for_four_hours() -> None:
-    async with run_listed() as (_, alice, bob):
+        alice, bob = [await here.start(name, invitation, f"hf_{name}") for name in ("alice", "bob")]
         assert await call(alice, bob) == Echo(b"in")
         assert [alice.shown.name, bob.shown.name] == ["Alice", "bob"]
         assert bob.shown.expires_at - bob.shown.issued_at == 4 * HOUR
+        for peer in here.peers:
+            peer.sleep(2.5 * HOUR)
+        monkeypatch.setitem(ACCOUNTS, "hf_bob", Account("bob"))
+        await bob.member.tick()
+        (ending,) = notices(bob, "membership ends in ")
+        assert "not on the list" in ending and 1.4 <= float(ending.split()[3]) <= 1.6
+        for peer in here.peers:
+            peer.sleep(2.5 * HOUR)
+        alice.node.recheck()
+        await until(lambda: alice.node.id not in bob.node.linked())
+        with pytest.raises(PeerError, match="ended"):
+            await call(bob, alice)
 
 
 @pytest.mark.parametrize(
@@ -202,13 +200,6 @@ async def test_an_unlisted_account_gets_four_lines_of_help(token: str, first: st
         lines = str(error.value).splitlines()
         assert len(lines) == 4 and first in lines[0] and why in lines[1] and do in lines[2]
         assert "organizer" in lines[3] and not (token and token in str(error.value))
-
-
-async def test_a_name_without_an_invitation_is_not_enough() -> None:
-    async with run_with(access="allowlist") as (here, (authority,)):
-        with pytest.raises(JoinError, match="not signed by this run's authority"):
-            await here.start("alice", forged(here.invite()), "hf_alice")
-        assert authority.node.role_of(here.peers[-1].node.id) is Role.GUEST
 
 
 async def test_a_membership_that_ended_while_the_authority_was_away_is_renewed_when_it_is_back() -> None:
@@ -238,23 +229,6 @@ async def test_a_membership_that_ends_in_a_bucket_asks_for_a_new_invitation() ->
         assert "ask the organizer for a new invitation, and join by it with the same state_dir" in ending
 
 
-async def test_an_account_that_leaves_the_list_is_warned_and_put_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with run_listed() as (here, alice, bob):
-        await call(alice, bob)
-        for peer in here.peers:
-            peer.sleep(2.5 * HOUR)
-        monkeypatch.setitem(ACCOUNTS, "hf_bob", Account("bob"))
-        await bob.member.tick()
-        (ending,) = notices(bob, "membership ends in ")
-        assert "not on the list" in ending and 1.4 <= float(ending.split()[3]) <= 1.6
-        for peer in here.peers:
-            peer.sleep(2.5 * HOUR)
-        alice.node.recheck()
-        await until(lambda: alice.node.id not in bob.node.linked())
-        with pytest.raises(PeerError, match="ended"):
-            await call(bob, alice)
-
-
 async def test_a_clock_that_is_off_is_compensated_and_reported() -> None:
     async with run_with("alice", "bob") as (here, (_, alice, _)):
         carol = await here.start("carol", here.invite(), clock=Clock(-540.0))
@@ -272,55 +246,44 @@ def grant(uses: int, key: bytes = b"k", until: float = NOW + 60) -> Grant:
     return Grant(RUN, Role.WORKER, key * 32, until, NOW + 9999, uses, False)
 
 
-def test_uses_are_counted_by_peer_and_coming_again_is_free() -> None:
+def test_uses_are_counted_by_peer_until_the_invitation_ends() -> None:
     book = AuthorityBook(RUN)
     used = [book.use(grant(2), peer, now=NOW) for peer in (ALICE, BOB, ALICE, CAROL, BOB)]
-    assert used == [True, True, True, False, True]
-    assert book.use(grant(1, key=b"l"), CAROL, now=NOW)
+    assert used == [True, True, True, False, True], "coming again is free"
     assert all(book.use(grant(0), peer, now=NOW) for peer in (ALICE, BOB, CAROL))
-
-
-def test_the_book_survives_a_restart(tmp_path: Path) -> None:
-    book = AuthorityBook.of(RUN, tmp_path / "me.key")
-    book.use(grant(1), ALICE, now=NOW)
-    book.revocations = b"list"
-    book.save()
-    again = AuthorityBook.of("my-run-another", tmp_path / "me.key")
-    assert again.run_id == RUN and again.revocations == b"list"
-    assert not again.use(grant(1), BOB, now=NOW) and again.use(grant(1), ALICE, now=NOW)
-    assert [path.name for path in tmp_path.iterdir()] == ["me.key.authority"]
-    assert os.name != "posix" or (tmp_path / "me.key.authority").stat().st_mode & 0o077 == 0
-
-
-@pytest.mark.real_time
-async def test_a_revocation_survives_the_authoritys_restart(tmp_path: Path) -> None:
-    here = Run("invite", listen=True)
-    here.access = found(key_file=tmp_path / "me.key")
-    authority = await here.start("authority")
-    alice = await here.start("alice", here.invite())
-    assert authority.trust.authority is not None
-    authority.trust.authority.revoke(alice.node.id)
-    await here.leave(alice)
-    await here.leave(authority)
-    here.access = found(key_file=tmp_path / "me.key")
-    authority = await here.start("authority")
-    alice = await here.start("alice", here.invite())
-    with pytest.raises(PeerError, match="revoked"):
-        await call(alice, authority)
-    for peer in list(here.peers):
-        await here.leave(peer)
-
-
-def test_invitations_that_ended_are_forgotten() -> None:
-    book = AuthorityBook(RUN)
-    for key, now, kept in ((b"k", NOW, 1), (b"l", NOW + 660, 2), (b"m", NOW + 661, 2)):
-        book.use(grant(1, key, until=now + 60), ALICE, now=now)
+    assert len(book.used) == 1
+    for key, now, kept in ((b"l", NOW + 660, 2), (b"m", NOW + 661, 2)):
+        assert book.use(grant(1, key, until=now + 60), CAROL, now=now)
         assert len(book.used) == kept  # a minute, and 10 minutes of slack
 
 
-def test_a_damaged_book_is_not_overwritten(tmp_path: Path) -> None:
-    path = tmp_path / "me.key.authority"
+def test_the_book_survives_a_restart_and_a_damaged_one_is_not_overwritten(tmp_path: Path) -> None:
+    book = AuthorityBook.of(RUN, tmp_path / "me.key")
+    book.use(grant(1), ALICE, now=NOW)
+    book.save()
+    again = AuthorityBook.of("my-run-another", tmp_path / "me.key")
+    assert again.run_id == RUN
+    assert not again.use(grant(1), BOB, now=NOW) and again.use(grant(1), ALICE, now=NOW)
+    (path,) = tmp_path.iterdir()
+    assert path.name == "me.key.authority"
+    assert os.name != "posix" or path.stat().st_mode & 0o077 == 0
     path.write_bytes(b"{")
     with pytest.raises(ValueError, match="move it away to create a new run"):
         AuthorityBook.of(RUN, tmp_path / "me.key")
     assert path.read_bytes() == b"{"
+
+
+async def test_a_revocation_survives_the_authoritys_restart(tmp_path: Path) -> None:
+    async with run_with() as (here, (authority,)):
+        await here.leave(authority)
+        here.access = found(key_file=tmp_path / "me.key")
+        authority = await here.start("authority")
+        alice = await here.start("alice", here.invite())
+        authority.trust.revoke(alice.node.id)
+        await here.leave(alice)
+        await here.leave(authority)
+        here.access = found(key_file=tmp_path / "me.key")
+        authority = await here.start("authority")
+        alice = await here.start("alice", here.invite())
+        with pytest.raises(PeerError, match="revoked"):
+            await call(alice, authority)

@@ -64,21 +64,15 @@ def test_what_all_reducers_credit_adds_up_to_the_weight(parts: list[tuple[float,
         assert credited.samples == pytest.approx(weight, rel=1e-6)
 
 
-def test_the_only_reducer_is_credited_by_those_that_got_its_means() -> None:
+def test_members_are_credited_with_samples_and_reducers_with_the_spans_that_others_got() -> None:
     found = after(group([8.0, 4.0, 0.0], [1.0, 0.0, 0.0]))
     assert {one.peer: one.samples for one in found.values()} == {peer(0): 8.0, peer(1): 4.0}
     assert after(group([8.0], [1.0])) == {}  # a round of one is not counted
-
-
-def test_reducers_are_credited_with_the_spans_that_the_others_got_from_them() -> None:
     found = after(group([1.0, 1.0, 1.0], [3.0, 1.0, 0.0]))
     assert [found[peer(i)].reduced_bytes for i in range(3)] == [2 * 75 * 4, 2 * 25 * 4, 0]
-
-
-def test_a_lost_span_and_a_lost_contribution_earn_nothing() -> None:
     round_, ledger = group([1.0, 1.0], [1.0, 1.0]), ContributionLedger(peer(0))
     ledger.on_round(round_, [peer(0)], spans_lost=[round_.spans()[1]])
-    assert ledger.tally() == ()
+    assert ledger.tally() == (), "a lost span and a lost contribution earn nothing"
 
 
 def test_a_member_of_a_round_in_a_bucket_sees_all_samples_and_no_reducing() -> None:
@@ -99,32 +93,26 @@ def test_no_peer_credits_itself() -> None:
     assert sum_tallies({peer(0): forged}) == (Contribution(peer(1), samples=1.0),)
 
 
-def test_the_two_ends_of_a_circuit_credit_its_relay_with_what_it_carried() -> None:
+def test_relays_and_experts_hosts_are_credited_with_what_grew_of_their_totals() -> None:
     ends = [ContributionLedger(peer(0)), ContributionLedger(peer(1))]
     for total in (1000, 1000, 5000):
-        for ledger in ends:
+        for ledger in ends:  # the two of a circuit
             ledger.on_totals("relayed_bytes", {peer(2): total}, 0.5)
     assert summed(ends) == {peer(2): Contribution(peer(2), relayed_bytes=5000.0)}
-
-
-def test_a_callers_experts_are_credited_to_their_hosts_once_each() -> None:
     caller = ContributionLedger(peer(0))
     for calls in ({peer(1): 3}, {peer(1): 3}, {peer(1): 10, peer(2): 4}, {peer(0): 7, peer(1): 10}):
         caller.on_totals("expert_calls", calls)
     assert {host: row.expert_calls for host, row in summed([caller]).items()} == {peer(1): 10.0, peer(2): 4.0}
 
 
-@pytest.mark.parametrize("amount", [-1.0, float("nan"), float("inf")])
-def test_nonsense_is_not_credited(amount: float) -> None:
-    with pytest.raises(ValueError, match="cannot be credited"):
-        ContributionLedger(peer(0)).credit(peer(1), "samples", amount)
-    row = Contribution(peer(1), amount)
-    with pytest.raises(msgspec.ValidationError):
-        msgspec.msgpack.decode(msgspec.msgpack.encode(ShareTally((row,))), type=ShareTally)
-
-
-def test_the_tally_is_bounded_and_keeps_the_largest() -> None:
+def test_nonsense_is_not_credited_and_the_tally_is_bounded_and_keeps_the_largest() -> None:
     ledger = ContributionLedger(peer(0))
+    for amount in (-1.0, float("nan"), float("inf")):
+        with pytest.raises(ValueError, match="cannot be credited"):
+            ledger.credit(peer(1), "samples", amount)
+        row = Contribution(peer(1), amount)
+        with pytest.raises(msgspec.ValidationError):
+            msgspec.msgpack.decode(msgspec.msgpack.encode(ShareTally((row,))), type=ShareTally)
     for i in range(3 * MAX_ROWS):
         ledger.credit(PeerId(i.to_bytes(32)), "units", 1.0 + i)
     tally = ledger.tally()
