@@ -13,7 +13,7 @@ from multidict import CIMultiDict
 from colab_swarm.errors import PeerUnreachable
 from colab_swarm.net import addresses
 from colab_swarm.net.addresses import AddressBook, may_dial, may_dial_back, reachable_addresses, source_of
-from colab_swarm.net.carrier import LinkType, NodeSettings
+from colab_swarm.net.carrier import NodeSettings
 from colab_swarm.net.patience import VisitLimit
 from colab_swarm.net.peers import MAX_ADDRESSES, Contact, PeerId
 from tests.net.swarm import Echo, peers
@@ -31,27 +31,26 @@ def test_a_server_on_all_interfaces_is_reached_by_loopback_first() -> None:
     assert reachable_addresses("192.0.2.7", 4500) == ("ws://192.0.2.7:4500",)
 
 
-def test_new_addresses_come_before_old_ones_and_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_peers_own_word_replaces_what_others_told_of_which_the_newest_is_kept(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(addresses, "MAX_BOOK_ENTRIES", 2)
     book = AddressBook()
     for number in range(30):
         book.learn(Contact(BOB, (f"ws://{number}",)))
+    book.learn(Contact(BOB))  # an empty one changes nothing
     assert book.find(BOB).addresses == tuple(f"ws://{n}" for n in range(29, 29 - MAX_ADDRESSES, -1))
-    alice, carol = PeerId(b"a" * 32), PeerId(b"c" * 32)
-    book.learn(Contact(alice, ("ws://a",)))
-    book.learn(Contact(carol, ("ws://c",)))
-    assert [bool(book.find(peer).addresses) for peer in (BOB, alice, carol)] == [False, True, True]
-
-
-def test_an_empty_contact_changes_nothing_but_the_peers_own_word_does() -> None:
-    book = AddressBook()
-    book.learn(Contact(BOB, ("ws://old",)))
-    book.learn(Contact(BOB))
-    assert book.find(BOB).addresses == ("ws://old",)
     book.replace(Contact(BOB, ("ws://own",)))
     assert book.find(BOB).addresses == ("ws://own",)
     book.replace(Contact(BOB))
     assert book.find(BOB) == Contact(BOB)
+    for name in (b"a", b"c", b"d"):
+        book.learn(Contact(PeerId(name * 32), ("ws://a",)))
+    assert [bool(book.find(PeerId(name * 32)).addresses) for name in (b"a", b"c", b"d")] == [
+        False,
+        True,
+        True,
+    ]
 
 
 @pytest.mark.parametrize("wrong", [*WRONG.split(), "", f"{LONGEST}h"])
@@ -73,13 +72,6 @@ def test_settings_that_no_peer_could_use_are_mistakes() -> None:
         NodeSettings(run_id="x" * 65)
 
 
-def test_private_addresses_alone_are_only_local() -> None:
-    only_local, private = addresses.only_local, "ws://192.168.1.2:80"
-    assert only_local([Contact(BOB, (private,))]) and not only_local([Contact(BOB)])
-    for other in ("ws://198.51.100.7:80", "ws://name:80"):
-        assert not only_local([Contact(BOB, (private, other))])
-
-
 def test_a_source_has_its_own_limit_and_the_quietest_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     limit = VisitLimit(2)
     assert [limit.admit("alice", 5.0) for _ in range(3)] == [True, True, False]
@@ -97,7 +89,6 @@ def test_a_source_has_its_own_limit_and_the_quietest_is_forgotten(monkeypatch: p
     [
         ("203.0.113.9", {}, "203.0.113.9"),
         ("203.0.113.9", {"X-Forwarded-For": "198.51.100.7"}, "203.0.113.9"),
-        ("127.0.0.1", {}, "127.0.0.1"),
         ("127.0.0.1", {"X-Forwarded-For": "10.0.0.1, 198.51.100.7"}, "forwarded 198.51.100.7"),
         ("::1", {"X-Forwarded-For": "127.0.0.1"}, "forwarded 127.0.0.1"),
         ("::ffff:203.0.113.9", {}, "203.0.113.9"),
@@ -120,20 +111,14 @@ def test_the_source_is_the_visitors_network(remote: str, headers: Mapping[str, s
         ("ws://198.51.100.7:22", "::ffff:198.51.100.7", True),
         ("ws://198.51.100.7:22/relay/" + "0" * 64, "198.51.100.7", False),
         ("ws://metadata.internal:80", "203.0.113.9", False),
-        ("ws://192.168.1.1:80", "192.168.1.2", False),
         ("ws://192.168.1.2:80", "192.168.1.2", True),
         ("ws://169.254.169.254:80", "192.168.1.2", False),
-        ("ws://169.254.169.254:80", "127.0.0.1", False),
         ("ws://127.0.0.1:80", "", False),
         ("ws://[::ffff:127.0.0.1]:80", "192.168.1.2", False),
-        ("ws://0.0.0.0:80", "192.168.1.2", False),
         ("ws://198.51.100.7:22/admin", "198.51.100.7", False),
-        ("wss://localhost:80", "127.0.0.1", False),
         ("ws://127.0.0.1:80", "192.168.1.2", False),
         ("ws://[::1]:80", "127.0.0.1", True),
-        ("ws://127.0.0.2:80", "127.0.0.1", True),
         ("ws://127.evil.example:80", "127.0.0.1", False),
-        ("ws://2130706433:80", "127.0.0.1", False),
         ("ws://198.51.100.7:22", "", False),
         ("ws://198.51.100.7:22", "no address", False),
     ],
@@ -143,35 +128,19 @@ def test_only_the_requesting_host_is_dialled_back(address: str, seen: str, may: 
 
 
 @pytest.mark.parametrize(
-    ("remote", "way"), [("203.0.113.9", LinkType.DIRECT), ("127.0.0.1", LinkType.TUNNEL)]
-)
-async def test_a_caller_outside_is_not_taken_for_the_tunnels_agent(
-    remote: str, way: LinkType, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with peers("alice") as (alice,):
-        monkeypatch.setattr(alice, "_receiver", lambda expected, path: path)
-        request: Any = SimpleNamespace(remote=remote, headers={"X-Forwarded-For": "198.51.100.7"})
-        path: Any = alice._receive_caller(request)
-        assert path.way is way
-
-
-@pytest.mark.parametrize(
     ("own", "host", "may"),
     [
         ("192.168.1.2", "192.168.1.9", True),
         ("10.1.0.2", "10.2.0.9", True),
         ("100.64.3.4", "100.99.1.1", True),
         ("192.168.1.2", "10.0.0.1", False),
-        ("10.1.0.2", "192.168.1.1", False),
         ("203.0.113.7", "172.17.0.1", False),
         ("192.168.1.2", "169.254.169.254", False),
         ("192.168.1.2", "::ffff:10.0.0.1", False),
         ("2001:db8::1", "fd00::1", False),
         ("fd00::2", "fd00::1", True),
         ("203.0.113.7", "198.51.100.7", True),
-        ("203.0.113.7", "2001:db8::5", True),
         ("203.0.113.7", "127.0.0.1", True),
-        ("203.0.113.7", "::1", True),
     ],
 )
 def test_an_address_of_a_private_network_is_dialled_from_that_network_only(

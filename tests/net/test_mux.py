@@ -7,8 +7,23 @@ from hypothesis import strategies as st
 
 from colab_swarm.errors import ProtocolError
 from colab_swarm.net import mux as module
-from colab_swarm.net.mux import Frame, FrameKind, Mux, encode
-from colab_swarm.net.peers import ITEM_OVERHEAD_BYTES, STREAM_WINDOW_BYTES, Stream
+from colab_swarm.net.mux import (
+    HEADER,
+    MAX_PACKET_BYTES,
+    Frame,
+    FrameKind,
+    FrameReader,
+    Mux,
+    encode,
+    to_packets,
+)
+from colab_swarm.net.peers import (
+    ITEM_OVERHEAD_BYTES,
+    MAX_MESSAGE_BYTES,
+    MAX_PAYLOAD_BYTES,
+    STREAM_WINDOW_BYTES,
+    Stream,
+)
 
 PAYLOAD = bytes((1 << 16) - ITEM_OVERHEAD_BYTES)  # an item of it costs a 32nd of the window
 
@@ -57,6 +72,9 @@ def test_a_call_is_answered_by_its_number_and_a_cancelled_one_drops_its_late_rep
     assert pair.to_alice() == []
     assert pair.to_bob() == []  # nor does the late cancel reach a handler that is done
     assert pair.alice.quiet and pair.bob.quiet
+    pair.alice.ping(token := bytes(range(32)))
+    assert pair.to_bob() == []
+    assert [(frame.kind, bytes(frame.message)) for frame in pair.to_alice()] == [(FrameKind.PONG, token)]
     pair.alice.leave()
     assert kinds(pair.to_bob()) == [(FrameKind.LEAVING, 0)]
     assert all(repr(end).endswith("streams=0, leaving)") for end in (pair.alice, pair.bob))
@@ -114,13 +132,6 @@ def test_a_stream_is_over_after_both_ends_or_one_reset_which_drops_late_items() 
     assert pair.alice.quiet and pair.bob.quiet
 
 
-def test_a_ping_comes_back_as_a_pong() -> None:
-    pair, token = Pair(), bytes(range(32))
-    pair.alice.ping(token)
-    assert pair.to_bob() == []
-    assert [(frame.kind, bytes(frame.message)) for frame in pair.to_alice()] == [(FrameKind.PONG, token)]
-
-
 @pytest.mark.parametrize(
     ("frames", "text"),
     [
@@ -141,16 +152,70 @@ def test_breaking_the_rules_is_a_protocol_error(frames: list[bytes], text: str) 
         receive(end(initiator=False), *frames)
 
 
-@settings(max_examples=200)
-@given(
-    st.lists(st.tuples(st.sampled_from(FrameKind), st.integers(0, 9), st.binary(max_size=40)), max_size=12)
+def oversized(kind: FrameKind, message_bytes: int, payload_bytes: int) -> bytes:
+    """A packet whose header names lengths that it has no room for."""
+    header = HEADER.pack(1, payload_bytes, message_bytes << 8 | kind)
+    return header.ljust(MAX_PACKET_BYTES, b"\0")
+
+
+WHOLE = encode(FrameKind.ITEM, 1, b"", bytes(MAX_PAYLOAD_BYTES))
+
+
+@pytest.mark.parametrize(
+    ("packets", "fault"),
+    [
+        ([encode(FrameKind.ITEM, 1, b"message", b"payload")[:-1]], "truncated"),
+        ([encode(FrameKind.PING, 0) * 2 + b"x"], "truncated"),
+        ([oversized(FrameKind.ITEM, 0, MAX_PAYLOAD_BYTES + 1)], "oversized"),
+        ([oversized(FrameKind.ITEM, MAX_MESSAGE_BYTES + 1, 0)], "oversized"),
+        ([oversized(FrameKind.CALL, 0, 1)], "oversized"),
+        ([encode(99, 1)], "unknown frame kind 99"),
+        ([to_packets([WHOLE])[0], encode(FrameKind.PING, 0)], "do not continue"),
+    ],
 )
-def test_random_frames_raise_nothing_but_protocol_error(parts: list[tuple[FrameKind, int, bytes]]) -> None:
+def test_a_malformed_frame_is_refused_before_memory_is_set_aside(packets: list[bytes], fault: str) -> None:
+    with pytest.raises(ProtocolError, match=fault):
+        read_all(packets)
+
+
+def read_all(packets: list[bytes]) -> list[Frame]:
+    reader = FrameReader()
+    return [frame for packet in packets for frame in reader.read(packet)]
+
+
+PARTS = st.tuples(st.integers(0, 2**63), st.binary(max_size=300), st.integers(0, 200_000))
+
+
+@settings(max_examples=50)
+@given(st.lists(PARTS, max_size=8))
+def test_frames_are_read_back_unchanged(parts: list[tuple[int, bytes, int]]) -> None:
+    items = [(id, message, bytes([id % 251]) * size) for id, message, size in parts]
+    packets = to_packets(encode(FrameKind.ITEM, *item) for item in items)
+    assert all(len(packet) <= MAX_PACKET_BYTES for packet in packets)
+    frames = read_all(packets)
+    assert [(frame.id, bytes(frame.message), bytes(frame.payload)) for frame in frames] == items
+
+
+def test_small_frames_share_a_packet_and_a_payload_of_64_kib_takes_one() -> None:
+    (packet,) = to_packets(encode(FrameKind.CALL, id, b"x" * id) for id in range(1, 40))
+    assert [frame.id for frame in read_all([packet])] == list(range(1, 40))
+    half = encode(FrameKind.ITEM, 1, b"", bytes(MAX_PACKET_BYTES // 2 - HEADER.size))
+    assert [len(packet) for packet in to_packets([half] * 3)] == [MAX_PACKET_BYTES, len(half)]
+    (packet,) = to_packets([encode(FrameKind.ITEM, 1, b"message", bytes(1 << 16))])
+    assert len(packet) - len(b"message") - (1 << 16) == HEADER.size == 16  # aligned for floats
+
+
+FRAMES = st.tuples(st.sampled_from(FrameKind), st.integers(0, 9), st.binary(max_size=40))
+
+
+@settings(max_examples=200)
+@given(st.lists(FRAMES.map(lambda frame: encode(*frame)) | st.binary(max_size=100), max_size=12))
+def test_random_frames_raise_nothing_but_protocol_error(packets: list[bytes]) -> None:
     bob = end(initiator=False)
     bob.call(b"", "waiting")
     bob.open(b"")
     try:
-        receive(bob, *(encode(kind, id, message) for kind, id, message in parts))
+        receive(bob, *packets)
     except ProtocolError:
         return
     assert all(len(packet) > 0 for packet in bob.take())

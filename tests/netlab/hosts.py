@@ -29,10 +29,6 @@ class LabPeer:
         self.tell(command, *arguments)
         return self.program.line(timeout_s)
 
-    def leave(self) -> None:
-        assert self.program.process.stdin is not None
-        self.program.process.stdin.close()
-
     def send(self, other: "LabPeer", size: int, *, timeout_s: float = 60.0) -> Any:
         return self.ask("send", other.contact, size, timeout_s=timeout_s)
 

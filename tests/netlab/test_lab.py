@@ -1,6 +1,5 @@
 """The lab has the routers and lines that it claims: every other test here depends on it."""
 
-import subprocess
 import sys
 
 import pytest
@@ -56,13 +55,3 @@ def test_each_router_does_what_its_nat_says() -> None:
         assert dial(lab, "pub2", lab.outside("a"), 9000, patience_s=0.3) == "TimeoutError"
         assert dial(lab, "strict", pub, 443) == [lab.outside("strict"), 4444]
         assert dial(lab, "strict", pub, 9000, patience_s=0.3, source=4445) == "TimeoutError"
-
-
-@pytest.mark.slow
-def test_nothing_of_a_lab_is_left() -> None:
-    with Lab(Site("a")) as lab:
-        tell(lab, "pub", 9000)
-        program = lab.run("a", ["sleep", "1000"])
-    assert program.process.poll() is not None
-    listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
-    assert lab.prefix not in listed
