@@ -94,25 +94,16 @@ async def test_every_way_a_handler_can_fail_reaches_the_caller_as_a_code(meet: M
         assert len(longest.body) == LONG[Ask("longest")]
         with pytest.raises(ProtocolError, match="not a valid Piece"):
             await alice.call(bob.id, Echo(b"text"), Piece, timeout_s=5)
-
-
-async def test_a_message_has_one_handler_until_it_is_unserved(meet: Meet) -> None:
-    async with meet("alice", "bob") as (alice, bob):
-        with pytest.raises(ValueError, match="a handler of Echo serves already; unserve it first"):
-            bob.serve(Echo, answer)
-        assert await ask(alice, bob, Echo(b"first")) == Echo(b"first")
-        bob.unserve(Echo)
-        bob.serve(Echo, answer)
-        with pytest.raises(CallRefused, match="a bug"):
-            await ask(alice, bob)
-
-
-async def test_a_message_over_the_limit_is_the_callers_mistake(meet: Meet) -> None:
-    async with meet("alice", "bob") as (alice, bob):
         with pytest.raises(CallRefused, match="Long is not served here"):
             await ask(alice, bob, Long(bytes(peers.MAX_MESSAGE_BYTES - 12)))
         with pytest.raises(ValueError, match=str(peers.MAX_MESSAGE_BYTES)):
             await ask(alice, bob, Long(bytes(peers.MAX_MESSAGE_BYTES - 11)))
+        with pytest.raises(ValueError, match="a handler of Echo serves already; unserve it first"):
+            bob.serve(Echo, answer)
+        bob.unserve(Echo)
+        bob.serve(Echo, answer)
+        with pytest.raises(CallRefused, match="a bug"):
+            await ask(alice, bob)
 
 
 @pytest.mark.parametrize("how", ["timeout", "cancel", "link lost"])
