@@ -12,8 +12,8 @@ import ssl
 import subprocess
 import time
 import urllib.request
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager, suppress
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -26,13 +26,13 @@ from cryptography.x509.oid import NameOID
 
 import colab_swarm as cs
 from colab_swarm import backbone
-from colab_swarm.backbone.backbone import Backbone, serve
+from colab_swarm.backbone.backbone import serve
 from colab_swarm.backbone.config import Dashboard, Network, RunFile
-from colab_swarm.net.carrier import LinkType, NodeSettings
+from colab_swarm.net.carrier import LinkType
 from colab_swarm.net.link import Link
 from colab_swarm.net.node import Node
 from colab_swarm.net.peers import short
-from tests.net.swarm import LOOPBACK, Echo, echo, start, until
+from tests.net.swarm import LOOPBACK, Echo, peers, until
 from tests.netlab.peer import Piece, send, take
 
 NGINX = shutil.which("nginx", path=f"{os.environ['PATH']}:/usr/sbin")
@@ -65,37 +65,28 @@ def free_port() -> int:
             return port
 
 
-def write_certificates(folder: Path) -> None:
-    """Write an authority that signed itself (``ca.pem``), and the key and certificate that it issued to localhost."""
-    ca_key, key = (ec.generate_private_key(ec.SECP256R1()) for _ in range(2))
-    issuer, subject = (
-        x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)]) for name in ("ours", "localhost")
-    )
-
-    def signed(name: x509.Name, public: ec.EllipticCurvePublicKey, kind: x509.ExtensionType) -> bytes:
-        now, day = datetime.now(UTC), timedelta(1)
-        made = x509.CertificateBuilder().subject_name(name).issuer_name(issuer).public_key(public)
-        made = made.serial_number(x509.random_serial_number())
-        made = made.not_valid_before(now - day).not_valid_after(now + day)
-        made = made.add_extension(kind, critical=False)
-        return made.sign(ca_key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM)
-
-    authority = x509.BasicConstraints(ca=True, path_length=None)
-    (folder / "ca.pem").write_bytes(signed(issuer, ca_key.public_key(), authority))
+def write_certificate(folder: Path) -> None:
+    """Write ``run.key`` and the certificate ``run.pem`` of localhost, which signed itself."""
+    key, now = ec.generate_private_key(ec.SECP256R1()), datetime.now(UTC)
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "localhost")])
     host = x509.SubjectAlternativeName([x509.DNSName("localhost")])
-    (folder / "run.pem").write_bytes(signed(subject, key.public_key(), host))
+    made = x509.CertificateBuilder().subject_name(name).issuer_name(name).public_key(key.public_key())
+    made = made.serial_number(x509.random_serial_number()).add_extension(host, critical=False)
+    made = made.not_valid_before(now - timedelta(1)).not_valid_after(now + timedelta(1))
+    pem = serialization.Encoding.PEM
+    (folder / "run.pem").write_bytes(made.sign(key, hashes.SHA256()).public_bytes(pem))
     private = serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
-    (folder / "run.key").write_bytes(key.private_bytes(serialization.Encoding.PEM, *private))
+    (folder / "run.key").write_bytes(key.private_bytes(pem, *private))
 
 
 class Nginx:
-    """nginx with TLS at `address`, as a process; ``trust`` is for clients that trust its authority."""
+    """nginx with TLS at `address`, as a process; ``trust`` is for clients that trust its certificate."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.port = folder, free_port()
         self.address = f"wss://localhost:{self.port}"
-        write_certificates(folder)
-        self.trust = ssl.create_default_context(cafile=str(folder / "ca.pem"))
+        write_certificate(folder)
+        self.trust = ssl.create_default_context(cafile=str(folder / "run.pem"))
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self, backbone_port: int, *, idle: str = "60s") -> None:
@@ -133,26 +124,20 @@ class Nginx:
 
 @pytest.fixture
 def nginx(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Nginx]:
-    """An nginx that is not started yet; all peers of this process trust its authority, as they do public ones."""
+    """An nginx that is not started yet; all peers of this process trust its certificate."""
     made = Nginx(tmp_path)
     monkeypatch.setattr("aiohttp.connector._SSL_CONTEXT_VERIFIED", made.trust)
     yield made
     made.stop()
 
 
-@contextmanager
-def backbone_behind(nginx: Nginx) -> Iterator[Backbone]:
+def test_friends_join_by_the_link_to_the_page_and_relay_through_nginx(nginx: Nginx) -> None:
     own = free_port()
     nginx.start(own)
     network = Network(port=own, announce=(nginx.address,), lan=False)
     page = Dashboard(enabled=False)
     file = RunFile(name="my-run", folder=str(nginx.folder / "run"), network=network, dashboard=page)
-    with serve(file) as made:
-        yield made
-
-
-def test_friends_join_by_the_link_to_the_page_and_relay_through_nginx(nginx: Nginx) -> None:
-    with backbone_behind(nginx) as backbone:
+    with serve(file) as backbone:
         url, _, _ = backbone.invite.partition("#")
         assert url == f"https://localhost:{nginx.port}/join"
         with urllib.request.urlopen(url, timeout=LIMIT_S, context=nginx.trust) as answer:
@@ -182,27 +167,17 @@ def test_friends_join_by_the_link_to_the_page_and_relay_through_nginx(nginx: Ngi
             assert all(address.startswith(nginx.address) for address in bob.contact.addresses)
 
 
-@asynccontextmanager
-async def behind(nginx: Nginx, *clients: NodeSettings, idle: str = "60s") -> AsyncIterator[list[Node]]:
-    """Alice, whom all others reach through nginx only, and a client for each of the settings."""
-    nodes = [await start("alice", replace(SILENT, listen=True, announce=(nginx.address,)))]
-    try:
-        alice = nodes[0]
-        assert alice.port is not None
-        alice.serve(Echo, echo)
-        nginx.start(alice.port, idle=idle)
-        for number, settings in enumerate(clients):
-            nodes.append(await start(f"client {number}", settings))
-            nodes[-1].learn(alice.contact)
-        yield nodes
-    finally:
-        for node in reversed(nodes):
-            await node.close()
-
-
 @pytest.mark.real_time
 async def test_a_link_with_pings_outlives_the_time_out_that_ends_a_silent_one(nginx: Nginx) -> None:
-    async with behind(nginx, PINGING, SILENT, idle="2s") as (alice, bob, carol):
+    async with (
+        peers("alice", settings=SILENT, listen=True, announce=(nginx.address,)) as (alice,),
+        peers("bob", settings=PINGING) as (bob,),
+        peers("carol", settings=SILENT) as (carol,),
+    ):
+        assert alice.port is not None
+        nginx.start(alice.port, idle="2s")
+        for client in (bob, carol):
+            client.learn(alice.contact)
 
         async def linked(client: Node) -> Link:
             """Call alice; return the one link that it went over."""
