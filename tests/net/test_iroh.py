@@ -51,20 +51,16 @@ async def test_without_iroh_a_peer_is_reached_at_its_other_addresses(monkeypatch
         await start("carol", BY_IROH)
 
 
-async def test_a_public_relay_is_used_only_after_a_yes() -> None:
-    async with peers("alice") as (alice,):
+async def test_a_relay_is_used_only_after_a_yes_and_others_are_met_at_their_ip_addresses() -> None:
+    public, refused = "use1-1.relay.n0.iroh.link", "is an iroh relay, which this peer may not use"
+    async with peers("carol") as (carol,):
         with pytest.raises(PeerUnreachable, match="public iroh relay, which only iroh='public' allows"):
-            await alice.dial_direct(alice.id, f"iroh://{ID}@use1-1.relay.n0.iroh.link")
-        assert alice.iroh._endpoint is None  # nothing was sent
-
-
-async def test_a_peer_that_may_use_no_relay_dials_none_and_meets_others_at_their_ip_addresses() -> None:
+            await carol.dial_direct(carol.id, f"iroh://{ID}@{public}")
+        assert carol.iroh._endpoint is None  # nothing was sent
     alone = replace(LOOPBACK, iroh_relays=False)
     async with peers("alice", settings=alone) as (alice,), peers("bob", settings=BY_IROH) as (bob,):
-        for relay in ("relay.test", "use1-1.relay.n0.iroh.link"):
-            with pytest.raises(
-                PeerUnreachable, match=f"{relay} is an iroh relay, which this peer may not use"
-            ):
+        for relay in ("relay.test", public):
+            with pytest.raises(PeerUnreachable, match=f"{relay} {refused}"):
                 await alice.dial_direct(bob.id, f"iroh://{ID}@{relay}")
         assert alice.iroh._endpoint is None  # nothing was sent
         alice.learn(bob.contact)

@@ -1,6 +1,5 @@
 """Decisions of the reachability policy; peers dial each other back, and announce new addresses."""
 
-import asyncio
 import random
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -77,9 +76,6 @@ async def test_places_at_relays_are_kept_while_none_can_dial(monkeypatch: pytest
             await until(lambda: watch.current.level is ReachabilityLevel.RELAYED)
             alice.port = port
             await until(lambda: watch.current.level is ReachabilityLevel.LAN and not watch._policy.places)
-            verified_at = watch._verified_at
-            await asyncio.sleep(0.05)  # several checks
-            assert watch._verified_at == verified_at
 
 
 async def test_a_peer_that_does_not_listen_and_finds_no_relay_is_outgoing_only() -> None:

@@ -255,16 +255,3 @@ async def test_a_place_that_is_not_reserved_again_is_given_up() -> None:
         relay.state.places = {ALICE: float("-inf"), BOB: asyncio.get_running_loop().time()}
         carol.pinned |= {ALICE, BOB}
         await until(lambda: carol.pinned == {BOB} == set(relay.state.places))
-
-
-async def test_a_caller_that_gives_up_frees_its_circuit(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def never(circuits: Circuits, relay: PeerId, offer: module.CircuitOffer) -> None: ...
-
-    monkeypatch.setattr(Circuits, "_accept", never)
-    async with peers("carol") as (carol,), relayed(carol) as (alice, bob, (relay,)):
-        (address,) = bob.contact.addresses
-        dialling = asyncio.create_task(alice._dial_address(bob.id, address))
-        await until(lambda: any(circuit.pumps for circuit in relay.state.circuits))
-        dialling.cancel()
-        async with asyncio.timeout(5.0):  # tickets are good for 15 s
-            await until(lambda: not relay.state.circuits)
