@@ -15,7 +15,7 @@ from colab_swarm.net.carrier import NodeSettings
 from colab_swarm.net.handshake import VERSION
 from colab_swarm.net.node import Node
 from colab_swarm.net.noise import Handshake
-from colab_swarm.net.peers import Contact, PeerId, Refusal, short
+from colab_swarm.net.peers import Ack, Contact, PeerId, Refusal, short
 from colab_swarm.net.relay import Circuits, Relay, RelayQuota, RelayState, _Pump, choose
 from tests.net.swarm import Echo, candidates, peers, until
 
@@ -255,3 +255,30 @@ async def test_a_place_that_is_not_reserved_again_is_given_up() -> None:
         relay.state.places = {ALICE: float("-inf"), BOB: asyncio.get_running_loop().time()}
         carol.pinned |= {ALICE, BOB}
         await until(lambda: carol.pinned == {BOB} == set(relay.state.places))
+
+
+async def test_a_relay_that_drops_peers_with_a_place_is_retried_after_a_pause(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "RETRY_S", 0.1)
+    reserved_at: list[float] = []
+    async with peers("alice", listen=False) as (alice,), peers("carol") as (carol,):
+
+        async def drop(peer: PeerId, message: module.Reserve) -> Ack:
+            loop = asyncio.get_running_loop()
+            reserved_at.append(loop.time())
+            loop.call_later(0.002, lambda: [link.abort("") for link in carol.table.of(peer)])
+            return Ack()
+
+        carol.serve(module.Reserve, drop)
+        circuits_of(alice, carol).start()
+        await until(lambda: len(reserved_at) == 3)
+    assert reserved_at[2] - reserved_at[0] >= 2 * 0.08
+
+
+async def test_a_relay_has_room_for_all_that_one_read_can_bring() -> None:
+    async with peers("carol") as (carol,):
+        relay, whole_bytes = Relay(carol), module.MAX_MESSAGE_BYTES + 10  # with its head
+        for size in (*[module.MAX_MESSAGE_BYTES] * 5, module.SCRATCH_BYTES - 4 * whole_bytes - 4):
+            relay.add(memoryview(bytes(size)))  # the first one was received before, in fragments
+        assert relay._batched_bytes == module.SCRATCH_BYTES + whole_bytes
