@@ -116,13 +116,6 @@ class Lab:
         for k, site in enumerate(sites, 1):
             self._addresses |= {host: f"10.{k}.0.{n}" for n, host in enumerate(site.hosts, 2)}
 
-    def address(self, host: str) -> str:
-        return self._addresses[host]
-
-    def outside(self, host: str) -> str:
-        router = next((name for name, site in self._sites.items() if host in site.hosts), host)
-        return self._wans[router]
-
     def run(self, host: str, argv: Sequence[str]) -> Program:
         at = ["ip", "netns", "exec", self.prefix + host, "setpriv", "--pdeathsig", "KILL"]
         process = subprocess.Popen([*at, *argv], cwd=ROOT, stdin=PIPE, stdout=PIPE, text=True)

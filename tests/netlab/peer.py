@@ -16,7 +16,6 @@ from hashlib import sha256
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 import colab_swarm as cs
 from colab_swarm.errors import PeerError
@@ -54,21 +53,17 @@ async def echo(peer: PeerId, message: Echo) -> Echo:
     return message
 
 
-def tensor(size: int) -> npt.NDArray[np.float32]:
-    return np.random.default_rng(size).standard_normal(size // 4, dtype=np.float32)
-
-
 async def send(node: Node, peer: PeerId, size: int) -> dict[str, Any]:
     """Send the tensor of ``size`` bytes; says whether it came intact."""
-    data, began_at = memoryview(tensor(size)).cast("B"), time.monotonic()
+    values = np.random.default_rng(size).standard_normal(size // 4, dtype=np.float32)
+    data = memoryview(values).cast("B")
     async with await node.stream(peer, Piece(), timeout_s=TIMEOUT_S) as stream:
         path = node.path_to(peer)
         for begin in range(0, size, PIECE_BYTES):
             await stream.send(Piece(), data[begin : begin + PIECE_BYTES])
         await stream.end()
         answer, _ = await stream.receive(Digest)
-    seconds = time.monotonic() - began_at
-    return {"intact": answer.sha256 == sha256(data).digest(), "seconds": seconds, "path": str(path)}
+    return {"intact": answer.sha256 == sha256(data).digest(), "path": str(path)}
 
 
 async def path(node: Node, peer: PeerId, way: str, seconds: float) -> dict[str, Any]:
@@ -80,20 +75,19 @@ async def path(node: Node, peer: PeerId, way: str, seconds: float) -> dict[str, 
         if time.monotonic() - began_at > seconds:
             break
         await asyncio.sleep(LOOK_EVERY_S)
-    times = {"linked_s": linked_s, "seconds": time.monotonic() - began_at}
-    return {"path": str(node.path_to(peer)), **times}
+    return {"path": str(node.path_to(peer)), "linked_s": linked_s}
 
 
 COMMANDS = {command.__name__: command for command in (send, path)}
 
 
 async def obey(node: Node, command: str, contact: tuple[str, list[str]], *rest: Any) -> dict[str, Any]:
-    peer, began_at = PeerId(bytes.fromhex(contact[0])), time.monotonic()
+    peer = PeerId(bytes.fromhex(contact[0]))
     node.learn(Contact(peer, tuple(contact[1])))
     try:
         return await COMMANDS[command](node, peer, *rest)
     except PeerError as error:
-        return {"error": f"{type(error).__name__}: {error}", "seconds": time.monotonic() - began_at}
+        return {"error": f"{type(error).__name__}: {error}"}
 
 
 def tell(fact: dict[str, Any]) -> None:
