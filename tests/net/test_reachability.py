@@ -47,33 +47,26 @@ async def test_a_peer_that_is_dialled_back_on_its_own_machine_is_in_the_lan() ->
         assert bob.linked() == {alice.id} and len(bob.table) == 1  # the dial-back left no link
 
 
-async def test_a_peer_behind_a_nat_gets_a_place_at_a_relay_and_announces_it() -> None:
+async def test_a_peer_behind_a_nat_announces_a_place_at_a_relay_until_it_can_be_dialled(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(reachability, "CHECK_EVERY_S", 0.01)
     events = EventLog()
     async with peers("alice", "bob", "carol") as (alice, bob, carol):
         Relay(carol)
-        async with watched(alice, bob, relays=(carol,), events=events) as (watch, _):
+        async with watched(alice, bob, carol, relays=(carol,), events=events) as (watch, *_):
             for other in (bob, carol):
                 await alice.call(other.id, Echo(), Echo, timeout_s=5)
-            alice.port = 1  # no peer listens there: dial-backs are refused
+            port, alice.port = alice.port, 1  # no peer listens there: dial-backs are refused
             watch._policy.listening = alice.listening()[:1]
             assert not alice.metered
             await watch.start()
-            assert str(watch.current) == f"relayed by {carol.id.hex()[:8]}" and alice.metered
-            assert "blocks it" in dict(watch.current.reasons)[ReachabilityLevel.LAN]
-            assert events.recent(ReachabilityChanged)[-1].how == str(watch.current)  # type: ignore[attr-defined]
+            relayed = f"relayed by {carol.id.hex()[:8]}"
+            await until(lambda: str(watch.current) == relayed)
+            assert alice.metered and "blocks it" in dict(watch.current.reasons)[ReachabilityLevel.LAN]
+            assert events.recent(ReachabilityChanged)[-1].how == relayed  # type: ignore[attr-defined]
             await until(lambda: bob.contact_of(alice.id).addresses == watch.current.addresses)
             assert not bob.contact_of(alice.id).direct
-
-
-async def test_places_at_relays_are_kept_while_none_can_dial(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reachability, "CHECK_EVERY_S", 0.01)
-    async with peers("alice", "carol") as (alice, carol):
-        Relay(carol)
-        async with watched(alice, carol, relays=(carol,)) as (watch, _):
-            port, alice.port = alice.port, 1  # no peer listens there
-            await alice.call(carol.id, Echo(), Echo, timeout_s=5)
-            await watch.start()
-            await until(lambda: watch.current.level is ReachabilityLevel.RELAYED)
             alice.port = port
             await until(lambda: watch.current.level is ReachabilityLevel.LAN and not watch._policy.places)
 

@@ -44,12 +44,16 @@ def test_places_and_circuits_are_counted(monkeypatch: pytest.MonkeyPatch) -> Non
         one.open(PeerId(b"e" * 32), PeerId(b"f" * 32), 16.0, os.urandom)
 
 
-def test_a_ticket_is_good_once() -> None:
+def test_a_ticket_is_good_once_and_a_circuit_is_dropped_when_it_is_silent_or_half_open() -> None:
     one = state()
-    circuit = one.open(ALICE, BOB, 0.0, os.urandom)
+    circuit = one.open(ALICE, BOB, 100.0, os.urandom)
     mine, theirs = circuit.tokens
     assert one.find(theirs) == (circuit, 1) and one.find(theirs) is None
     assert one.find(b"guessed") is None and one.find(mine) == (circuit, 0)
+    assert one.overdue(115.0) == {} and list(one.overdue(116.0)) == [circuit]
+    circuit.pumps = {0: None, 1: None}  # type: ignore[dict-item]
+    one.carry(circuit, 1, 110.0)
+    assert one.overdue(230.0) == {} and one.overdue(231.0) == {circuit: "the circuit was silent"}
 
 
 def test_bandwidth_and_total_are_bounded() -> None:
@@ -61,15 +65,6 @@ def test_bandwidth_and_total_are_bounded() -> None:
     assert "has carried its" in str(one.carry(circuit, 1, 9.0)[1])
     with pytest.raises(Refusal, match="has carried its"):
         one.open(ALICE, BOB, 9.0, os.urandom)
-
-
-def test_a_circuit_whose_far_end_does_not_connect_is_dropped() -> None:
-    one = state()
-    circuit = one.open(ALICE, BOB, 100.0, os.urandom)
-    assert one.overdue(115.0) == {} and list(one.overdue(116.0)) == [circuit]
-    circuit.pumps = {0: None, 1: None}  # type: ignore[dict-item]
-    one.carry(circuit, 1, 110.0)
-    assert one.overdue(230.0) == {} and one.overdue(231.0) == {circuit: "the circuit was silent"}
 
 
 def test_the_nearest_relays_are_chosen_and_not_changed_needlessly() -> None:
