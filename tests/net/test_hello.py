@@ -1,12 +1,10 @@
-from typing import Any
-
 import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from colab_swarm.errors import ProtocolError, WrongPeer
-from colab_swarm.net.handshake import VERSION, HandshakeReceiver, Hello, Introduction
+from colab_swarm.net.handshake import VERSION, Hello, Introduction
 from colab_swarm.net.noise import TAG_BYTES, Keys
 from colab_swarm.net.peers import Contact
 from tests.net.swarm import identity
@@ -41,16 +39,6 @@ def test_both_ends_know_each_other_and_share_keys_after_three_messages() -> None
     assert bob.result.keys is not None and alice.result.keys is not None
     assert bob.result.keys[1].decrypt(sealed(alice.result.keys, b"there")) == b"there"
     assert alice.result.keys[1].decrypt(sealed(bob.result.keys, b"back")) == b"back"
-
-
-async def test_nothing_more_is_read_once_the_handshake_has_failed() -> None:
-    unused: Any = object()
-    receiver = HandshakeReceiver(ends()[1], wall_clock=lambda: NOW, make_link=unused)
-    receiver.use(unused)
-    for _ in range(2):
-        receiver.on_message(memoryview(b"garbage"))
-    with pytest.raises(ProtocolError):
-        await receiver.link
 
 
 @pytest.mark.parametrize(("run_id", "version"), [("red", VERSION), ("blue", VERSION + 1)])

@@ -11,41 +11,8 @@ from colab_swarm.errors import CallRefused, PeerError
 from colab_swarm.events import EventLog, Notice
 from colab_swarm.net import link as answers
 from colab_swarm.net.identity import Identity
-from colab_swarm.net.link import LEAVE_TIMEOUT_S
-from colab_swarm.net.mux import FrameKind, encode
 from colab_swarm.net.peers import Stream, short
 from tests.net.swarm import Echo, Piece, Talk, peers, push, sink, until
-
-
-async def test_a_small_item_does_not_keep_its_big_packet_alive() -> None:
-    received: list[memoryview] = []
-
-    async def keep(opening: Talk, stream: Stream) -> None:
-        received.append((await stream.receive(Piece))[1])
-
-    async with peers("alice", "bob") as (alice, bob):
-        bob.serve_stream(Talk, keep)
-        stream = await alice.stream(bob.id, Talk(), timeout_s=5)
-        (link,) = alice.table.of(bob.id)
-        link.mux.queue.append(encode(FrameKind.PONG, 0, bytes(100_000)))
-        await stream.send(Piece(1), b"12345678")
-        await until(lambda: bool(received))
-        assert bytes(received[0]) == b"12345678" and len(memoryview(received[0].obj)) == 8
-
-
-async def test_a_peer_that_never_leaves_loses_its_quiet_link() -> None:
-    async with peers("alice", "bob", keep_alive_s=0.5) as (alice, bob):
-        await alice.call(bob.id, Echo(), Echo, timeout_s=5)
-        (near,), (far,) = bob.table.of(alice.id), alice.table.of(bob.id)
-        far.leave = lambda: None  # type: ignore[method-assign]
-        near.leave()
-        await until(lambda: far.mux.peer_leaving)
-        checked = asyncio.Event()
-        bob.recheck = checked.set  # type: ignore[method-assign]
-        await checked.wait()
-        assert near.lost is None
-        near.used_at -= LEAVE_TIMEOUT_S
-        await until(lambda: near.lost is not None)
 
 
 async def test_links_that_never_leave_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
