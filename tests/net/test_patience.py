@@ -5,21 +5,6 @@ import pytest
 from colab_swarm.net.patience import MAX_KEYS, MAX_LEFT_OUT, LeftOut, Patience
 
 
-@pytest.mark.parametrize(
-    ("first_s", "expected"),
-    [(5.0, [5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 300.0, 300.0]), (300.0, [300.0, 300.0, 300.0])],
-)
-def test_each_failure_in_a_row_doubles_the_time(first_s: float, expected: list[float]) -> None:
-    left_out, now, times = LeftOut[str](first_s, 300.0), 0.0, []
-    for _ in expected:
-        seconds = left_out.fail("bob", now)
-        assert seconds is not None and left_out.holds("bob", now + seconds - 0.1)
-        now += seconds
-        assert not left_out.holds("bob", now)
-        times.append(seconds)
-    assert times == expected
-
-
 def test_failures_count_once_until_they_are_forgiven_and_each_change_has_its_version() -> None:
     left_out = LeftOut[str](5.0, 300.0)
     left_out.forgive("bob")
