@@ -162,20 +162,6 @@ def deafen(node: Node) -> list[web.BaseRequest]:
     return visitors
 
 
-class Collector:
-    def __init__(self) -> None:
-        self.messages: list[bytes] = []
-        self.seen_after_reads: list[list[bytes]] = []
-        self.lost = ""
-
-    def on_message(self, data: memoryview) -> None:
-        self.messages.append(bytes(data))
-
-    def on_writable(self, writable: bool) -> None: ...
-    def on_lost(self, reason: str) -> None:
-        self.lost = reason
-
-
 @asynccontextmanager
 async def served(handler: Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]) -> AsyncIterator[str]:
     """Serve HTTP by aiohttp; yields host and port."""

@@ -10,9 +10,23 @@ from hypothesis import strategies as st
 
 from colab_swarm.net import websocket
 from colab_swarm.net.websocket import WebSocket, accept, read_head, write_head
-from tests.net.swarm import Collector, served, until
+from tests.net.swarm import served, until
 
 SIZES = (0, 1, 125, 126, 65535, 65536, websocket.MAX_MESSAGE_BYTES)
+
+
+class Collector:
+    def __init__(self) -> None:
+        self.messages: list[bytes] = []
+        self.seen_after_reads: list[list[bytes]] = []
+        self.lost = ""
+
+    def on_message(self, data: memoryview) -> None:
+        self.messages.append(bytes(data))
+
+    def on_writable(self, writable: bool) -> None: ...
+    def on_lost(self, reason: str) -> None:
+        self.lost = reason
 
 
 def scratch() -> memoryview:
