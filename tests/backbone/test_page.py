@@ -1,4 +1,4 @@
-"""What the backbone's page shows."""
+"""What the backbone's page shows: `tests.notebook` has its form and drawings."""
 
 import dataclasses
 from pathlib import Path
@@ -12,28 +12,21 @@ from tests.backbone.views import view
 PAGE = status_page(view)
 
 
-def live(shown: tuple[SwarmSnapshot, ...]) -> str:
+def live(*shown: SwarmSnapshot) -> str:
     return str(PAGE.render(shown, "/live")[1])
 
 
-def test_the_page_shows_what_it_should() -> None:
-    for text in (
-        "step 2400", "103.4", "catching up", "Step 2000, loss 7.724 pushed",
-        "alice", "2.5 h", "12.3 GB", "step 2,400", "0 s ago",
-    ):  # fmt: skip
-        assert text in live(view()), text
-
-
-def test_the_page_warns_when_new_trainers_continue_from_a_checkpoint() -> None:
-    warning = "There are no trainers now. New trainers continue from the checkpoint of step 2,000"
-    assert warning in live(view(standing_in=2000)) and warning not in live(view())
-
-
-def test_an_empty_run_has_a_page_too_and_every_model_its_part() -> None:
+def test_every_model_has_its_part_with_its_checkpoints_and_a_warning_without_trainers() -> None:
     (shown,) = view()
+    (alone,) = view(standing_in=2000)
     empty = dataclasses.replace(shown, model="other", loss_history=(), kept=KeptModel(()), peers=())
-    assert "loss of" not in live((empty,)) and "loss of" in live((shown,))
-    assert live((shown, empty)).count('role="group"') == 2
+    page = live(shown, empty)
+    assert page.count('role="group"') == 2
+    for text in ("step 2400", "103.4", "catching up", "Step 2000, loss 7.724 pushed", "12.3 GB", "0 s ago"):
+        assert text in page, text
+    assert "loss of" in page and "loss of" not in live(empty)
+    warning = "There are no trainers now. New trainers continue from the checkpoint of step 2,000"
+    assert warning in live(alone) and warning not in page
 
 
 def test_a_run_that_keeps_no_model_has_a_page_too(tmp_path: Path) -> None:
