@@ -75,25 +75,6 @@ def test_a_public_key_of_small_order_is_refused() -> None:
         bob.write(b"")
 
 
-@given(st.binary(max_size=200), st.integers(0, 2))
-def test_random_bytes_raise_nothing_but_protocol_error(data: bytes, turn: int) -> None:
-    alice, bob = pair()
-    reader = bob
-    if turn >= 1:
-        bob.read(alice.write(b""))
-        reader = alice
-    if turn == 2:
-        alice.read(bob.write(b""))
-        alice.write(b"")
-        reader = bob
-    try:
-        reader.read(data)
-    except ProtocolError:
-        assert turn > 0 or len(data) < 32
-    else:
-        assert turn == 0 and len(data) >= 32
-
-
 @given(st.integers(0, 110), st.integers(1, 255))
 def test_any_changed_byte_of_the_second_message_is_noticed(position: int, change: int) -> None:
     alice, bob = pair()
