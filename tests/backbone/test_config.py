@@ -53,17 +53,17 @@ def test_a_mistake_is_named_with_its_place(tmp_path: Path, text: str, error: str
         read(tmp_path, text)
 
 
-def test_settings_travel_with_the_invitation_and_a_volunteer_passes_them_on(tmp_path: Path) -> None:
+def test_settings_travel_with_the_invitation_which_is_good_after_a_restart(tmp_path: Path) -> None:
     text = """
         name = "a"
-        network = {port = 0, lan = false}
+        network = {port = PORT, lan = false}
         dashboard = {enabled = false}
         settings = {tokenizer = "me/own"}
     """
     quiet = cs.NetworkOptions(lan=False)
     wanted = {"tokenizer": "me/own"}
     with (
-        serve(read(tmp_path, text)) as backbone,
+        serve(read(tmp_path, text.replace("PORT", "0"))) as backbone,
         cs.join(backbone.invite, peer_name="alice", options=quiet) as alice,
         cs.join(alice.invite(settings=wanted), peer_name="bob", options=quiet) as bob,
     ):
@@ -71,18 +71,11 @@ def test_settings_travel_with_the_invitation_and_a_volunteer_passes_them_on(tmp_
         for other in ({"settings": {"tokenizer": "alice/own"}}, {"hours": 1.0, "settings": wanted}):
             with pytest.raises(PermissionError, match=r"ask the organizer for another one: .*\[settings\]"):
                 alice.invite(**other)
-
-
-def test_after_a_restart_the_backbone_is_the_same_peer_and_its_old_invitations_are_good(
-    tmp_path: Path,
-) -> None:
-    text = 'name = "a"\nnetwork = {port = 0, lan = false}\ndashboard = {enabled = false}'
-    with serve(read(tmp_path, text)) as backbone:
-        first, invitation = backbone.swarm.id, backbone.invite
-        port = backbone.swarm.network.node.port  # type: ignore[union-attr]
-    quiet = cs.NetworkOptions(lan=False)
+        invitation, network = backbone.invite, backbone.swarm.network
+    assert network is not None
     with (
-        serve(read(tmp_path, text.replace("port = 0", f"port = {port}"))) as again,
+        serve(read(tmp_path, text.replace("PORT", str(network.node.port)))) as again,
         cs.join(invitation, peer_name="alice", options=quiet) as alice,
     ):
-        assert again.swarm.id == first and alice.run_id == again.swarm.run_id
+        assert again.swarm.id == backbone.swarm.id
+        assert (alice.run_id, alice.settings) == (backbone.swarm.run_id, wanted)
