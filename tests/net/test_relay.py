@@ -172,10 +172,14 @@ async def test_when_a_relay_dies_calls_go_through_another() -> None:
         assert alice.way_to(bob.id) == f"relayed by {short(nodes[1 - dying].id)}"
 
 
-async def test_a_circuit_over_its_quota_and_a_peer_without_a_place_fail_with_the_reason() -> None:
-    quota = RelayQuota(total_bytes=300_000)
+async def test_a_relay_keeps_its_rate_and_says_why_it_carries_no_more() -> None:
+    quota = RelayQuota(total_bytes=300_000, total_bps=4e6)
     async with peers("carol") as (carol,), relayed(carol, quota=quota) as (alice, bob, (relay,)):
-        assert await alice.call(bob.id, Echo(bytes(100_000)), Echo, timeout_s=5)
+        began_at = asyncio.get_running_loop().time()
+        for _ in range(3):
+            assert await alice.call(bob.id, Echo(bytes(40_000)), Echo, timeout_s=5)
+        seconds = asyncio.get_running_loop().time() - began_at
+        assert seconds > 0.2  # before the third: 0.16 MB there and back at 0.5 MB/s, after a burst of 0.05 MB
         with pytest.raises(PeerLost, match=r"the relay has carried its 0\.0003 GB"):
             await alice.call(bob.id, Echo(bytes(200_000)), Echo, timeout_s=5)
         relay.state.places.clear()
@@ -229,8 +233,8 @@ async def test_a_place_lasts_as_long_as_the_link_which_stays_open_unused(
 
 
 async def test_a_place_that_the_relay_dropped_is_reserved_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("colab_swarm.net.relay.RETRY_S", 0.01)
-    monkeypatch.setattr("colab_swarm.net.relay._LOOK_EVERY_S", 0.01)
+    monkeypatch.setattr(module, "RETRY_S", 0.01)
+    monkeypatch.setattr(module, "_SECOND_PLACE_S", 0.01)
     changes: list[int] = []
     async with peers("carol") as (carol,), peers("bob", listen=False) as (bob,):
         relay = Relay(carol)
