@@ -61,8 +61,12 @@ async def test_a_key_stored_lately_needs_no_lookup_and_outlives_all_but_one_of_i
         network.now().crash(member.peers.name)
     assert await read(reader, "key") == {members[0].peers.id: 7}
     assert len(nearest_first) >= 5 and network.fired
-    assert await reader.dht.find_peer(nearest_first[-1].peers.id) == nearest_first[-1].peers.contact
-    assert await reader.dht.find_peer(PeerId(bytes(32))) is None
+
+
+async def test_a_peer_is_found_by_its_id() -> None:
+    _, members = await swarm(40)
+    assert await members[39].dht.find_peer(members[17].peers.id) == members[17].peers.contact
+    assert await members[3].dht.find_peer(PeerId(bytes(32))) is None
 
 
 @pytest.mark.parametrize("skew_s", [3600.0, -3600.0])

@@ -5,14 +5,29 @@ import contextlib
 import tracemalloc
 from pathlib import Path
 
+import aiohttp
 import pytest
 
 from colab_swarm.errors import CallRefused, PeerError
 from colab_swarm.events import EventLog, Notice
 from colab_swarm.net import link as answers
+from colab_swarm.net.handshake import Introduction
 from colab_swarm.net.identity import Identity
+from colab_swarm.net.link import LEAVE_TIMEOUT_S
 from colab_swarm.net.peers import Stream, short
-from tests.net.swarm import Echo, Piece, Talk, peers, push, sink, until
+from tests.net.swarm import Echo, Piece, Talk, identity, peers, push, sink, until
+
+
+async def test_a_peer_that_never_leaves_loses_its_quiet_link() -> None:
+    async with peers("alice", "bob", keep_alive_s=0.5) as (alice, bob):
+        await alice.call(bob.id, Echo(), Echo, timeout_s=5)
+        (near,), (far,) = bob.table.of(alice.id), alice.table.of(bob.id)
+        far.leave = lambda: None  # type: ignore[method-assign]
+        near.leave()
+        await until(lambda: far.mux.peer_leaving)
+        assert near.lost is None
+        near.used_at -= LEAVE_TIMEOUT_S
+        await until(lambda: near.lost is not None)
 
 
 async def test_links_that_never_leave_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -28,6 +43,23 @@ async def test_links_that_never_leave_are_bounded(monkeypatch: pytest.MonkeyPatc
             except PeerError as error:
                 outcomes.append("busy" if "links, all busy" in str(error) else str(error))
         assert outcomes == ["linked"] * 4 + ["busy"]
+
+
+async def test_handshakes_that_stall_after_the_first_message_are_bounded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("colab_swarm.net.handshake.MAX_HANDSHAKES", 3)
+    async with peers("alice") as (alice,), aiohttp.ClientSession() as session:
+        held = []
+        for _ in range(4):
+            socket = await session.ws_connect(alice.contact.addresses[0])
+            caller = Introduction(identity("bob"), addresses=(), run_id="", expected=alice.id)
+            await socket.send_bytes(caller.start())
+            held.append(socket)  # collected, it would close
+            assert (await socket.receive()).type is aiohttp.WSMsgType.BINARY
+        assert (await held[0].receive()).type is aiohttp.WSMsgType.CLOSED  # the oldest makes room
+        for socket in held:
+            await socket.close()
 
 
 def test_a_saved_identity_is_read_back_and_only_its_owner_can_read_it(tmp_path: Path) -> None:
