@@ -1,6 +1,7 @@
 """Decisions of the reachability policy; peers dial each other back, and announce new addresses."""
 
 import random
+from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -47,6 +48,7 @@ async def test_a_peer_that_is_dialled_back_on_its_own_machine_is_in_the_lan() ->
         assert bob.linked() == {alice.id} and len(bob.table) == 1  # the dial-back left no link
 
 
+@pytest.mark.slow
 async def test_a_peer_behind_a_nat_announces_a_place_at_a_relay_until_it_can_be_dialled(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -69,6 +71,16 @@ async def test_a_peer_behind_a_nat_announces_a_place_at_a_relay_until_it_can_be_
             assert not bob.contact_of(alice.id).direct
             alice.port = port
             await until(lambda: watch.current.level is ReachabilityLevel.LAN and not watch._policy.places)
+            await until(lambda: alice.linked() == watch._policy.reports.keys())
+            verified_at, checks, listening = watch._verified_at, Counter[str](), alice.listening
+
+            def count() -> tuple[str, ...]:
+                checks["done"] += 1
+                return listening()
+
+            monkeypatch.setattr(alice, "listening", count)
+            await until(lambda: checks["done"] == 3)
+            assert watch._verified_at == verified_at, "it was verified lately"
 
 
 async def test_a_peer_that_does_not_listen_and_finds_no_relay_is_outgoing_only() -> None:
