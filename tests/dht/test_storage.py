@@ -136,6 +136,17 @@ def test_in_a_full_key_a_new_record_takes_the_place_of_the_oldest_of_the_long_on
     assert "key is full" in str(put(storage, record(bytes(2000), Identity(b"e" * 32))))
 
 
+def test_a_stuffed_key_loses_the_longest_records_first(
+    storage: Storage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(records, "KEY_BYTES", 8 * 4096)
+    for i in range(8):
+        put(storage, record(bytes(3700), Identity(bytes([i]) * 32)))
+    for i in range(20):
+        assert put(storage, record(b"%d" % i, Identity(bytes([100 + i]) * 32))) is None
+    assert {b"%d" % i for i in range(20)} <= values(storage)
+
+
 def test_one_owner_fills_neither_a_peer_nor_more_than_its_part(
     storage: Storage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
