@@ -41,7 +41,7 @@ from colab_swarm.moe.batching import (
     finished,
     spans,
 )
-from colab_swarm.moe.directory import NAMED_S, Directory
+from colab_swarm.moe.directory import Directory
 from colab_swarm.moe.expert import ANY_LENGTH, BatchLimits, Expert
 from colab_swarm.moe.grid import ExpertInfo
 from colab_swarm.net.node import Node
@@ -66,6 +66,7 @@ CLOSE_TIMEOUT_S = 5.0
 LINK_BUSY_RETRY_S = 1.0
 LONGEST = 4096  # of a sequence: attention takes the square of it
 SHOWN_CHARS = 80
+NAMED_S = 3600.0  # between two events that name a caller
 
 
 class ForwardExpert(Message, frozen=True):

@@ -7,20 +7,17 @@ rule for two hosts of one expert. See `colab_swarm.moe.grid` for the records and
 import asyncio
 import itertools
 import logging
-import math
 from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
 
 from colab_swarm.dht.service import RunServices
 from colab_swarm.errors import NoExpertsError, require
-from colab_swarm.events import ExpertBanned, PeerRefused
+from colab_swarm.events import ExpertBanned
 from colab_swarm.moe.grid import (
     CLAIMED,
-    CUT_OFF,
     PAGE,
     Announced,
     Bans,
@@ -36,16 +33,15 @@ from colab_swarm.moe.grid import (
     beam_search,
     short_addresses,
 )
-from colab_swarm.net.patience import LeftOut
-from colab_swarm.net.peers import PeerId, end_tasks, remember
+from colab_swarm.net.peers import end_tasks, remember
 from colab_swarm.tensors.codecs import Floats
 
 logger = logging.getLogger(__name__)
 MAX_ENTRIES = 10_000
-MAX_SEEN = 100_000  # claims whose first sight is remembered
-LOSS_S = 60.0  # links lost within this time were lost at once
-NAMED_S = 3600.0  # between two events that name a peer
-CUT_OFF_S = 3600.0  # for which a host yields that lost most links, unless they come back
+TTL_S = 60.0  # life of an announcement; announce about three times as often
+CACHE_S = 30.0  # how long a look-up is cached
+ABSENT_S = 3.0  # how long an empty look-up is cached
+SETTLE_S = 2.0  # minimum wait between a claim and the check for other claims
 FIRST_BAN_S = 5.0
 LONGEST_BAN_S = 300.0
 WITNESSES = 2  # hosts that announce a prefix; the others stay silent
@@ -117,21 +113,11 @@ class Cache:
         return value
 
 
-@dataclass(frozen=True)
-class DirectorySettings:
-    """How experts are announced and found."""
-
-    ttl_s: float = 60.0  # life of an announcement; announce about three times as often
-    cache_s: float = 30.0  # how long a look-up is cached
-    absent_s: float = 3.0  # how long an empty look-up is cached
-    settle_s: float = 2.0  # minimum wait between a claim and the check for other claims
-
-
 class Directory:
-    """One peer's view of all experts of a run."""
+    """One peer's view of all experts of a run; its own announcements live for ``ttl_s``."""
 
-    def __init__(self, services: RunServices, settings: DirectorySettings = DirectorySettings()) -> None:
-        self.settings = settings
+    def __init__(self, services: RunServices, *, ttl_s: float = TTL_S) -> None:
+        self.ttl_s = ttl_s
         self._expert_calls = services.expert_calls
         self._peers = services.peers
         self._dht = services.dht
@@ -143,19 +129,8 @@ class Directory:
         self._cache = Cache(self._read)
         self._mine: dict[Grid, dict[Index, ExpertPlace]] = {}
         self._published: set[GridPage] = set()  # with a record of ours
-        # Places that `rivals` once found to be of this peer. Until `withdraw` a later claim takes none of them.
-        self._settled: set[tuple[Grid, Index]] = set()
-        # by host and expert: time of the claim's first sight; until when it is live
-        self._seen: dict[tuple[PeerId, str], tuple[float, float]] = {}
-        self._named = LeftOut[PeerId](NAMED_S, NAMED_S)
-        self._lost: dict[PeerId, float] = {}  # when the link to a peer was lost
-        self._unwatch = self._peers.on_lost(self._on_lost)
-        # links before the loss
-        self._full = 0
-        self._cut_off_until = -math.inf
 
     async def close(self) -> None:
-        self._unwatch()
         await self._cache.close()
 
     async def announce(self, grid: Grid, experts: Mapping[str, tuple[tuple[int, ...], int]]) -> None:
@@ -172,7 +147,6 @@ class Directory:
         gone = {grid.index(uid) for uid in uids}
         for index in gone:
             mine.pop(index, None)
-            self._settled.discard((grid, index))
         await self._publish(grid, gone)
 
     async def claim(self, grid: Grid, count: int, *, wanted: Collection[str] | None = None) -> list[str]:
@@ -187,73 +161,34 @@ class Directory:
             for index in chosen:
                 self._hold(grid, index, (), CLAIMED)
             await self._publish(grid, chosen)
-            await asyncio.sleep(max(self.settings.settle_s, 2 * (self._now() - began)))
+            await asyncio.sleep(max(SETTLE_S, 2 * (self._now() - began)))
             lost = set(await self.rivals(grid, uids))
             await self.withdraw(grid, lost)
             held += [uid for uid in uids if uid not in lost]
         return held
 
     async def rivals(self, grid: Grid, uids: Iterable[str]) -> list[str]:
-        """Return this peer's places that belong to another, after a partition or a race: give them up.
+        """Return this peer's places that another peer has by a lower claim, after a race or a partition: give them up.
 
-        The first call settles a place. Of the peers that claim it by then, one that serves it has it, else the
-        earliest claim, then the smaller id's. A claim that this peer sees later takes nothing from it, whatever
-        its date, and an event names the author. But a host that lost the links to more than half of its peers,
-        each voucher counting once, was cut off: it claims its places as `CUT_OFF`, after all others, until the
-        links are back for a few lives of a record. So after a partition the host on the larger side keeps a
-        place, and of two that were cut off the smaller id's.
+        The earliest claim hosts an expert, of equal ones that of the smaller id. Callers prefer the same host.
         """
-        if len(self._peers.linked()) >= self._full:
-            self._cut_off_until = min(self._cut_off_until, self._now() + 3 * self.settings.ttl_s)
         mine = self._mine.get(grid, {})
-        pages = {uid: GridPage.of(grid, grid.index(uid)) for uid in uids if grid.index(uid) in mine}
-        listings = await self._cache.get(dict.fromkeys(pages.values()), fresh=True)
+        claims = {index: mine[index].claimed_ms for index in map(grid.index, uids) if index in mine}
+        pages = {index: GridPage.of(grid, index) for index in claims}
+        listings = await self._cache.get(set(pages.values()), fresh=True)
         lost = []
-        me = self._peers.id
-        for uid, page in pages.items():
-            place = mine[grid.index(uid)]
-            others = [info for info in listings[page].live(place.index, self._now()) if info.host.id != me]
-            if any(self._yields(place, info, (grid, grid.index(uid)) in self._settled) for info in others):
-                lost.append(uid)
-                continue
-            self._settled.add((grid, grid.index(uid)))
-            for info in others:
-                is_rival = info.step != CLAIMED and info.claimed_ms != CUT_OFF
-                if is_rival and self._named.fail(info.host.id, self._now()) is not None:
-                    why = "this peer hosted it before"
-                    self._events.emit(PeerRefused(self._now(), info.host.id.hex(), f"a claim of {uid}", why))
+        for index, page in pages.items():
+            own_claim = claims[index], self._peers.id
+            infos = listings[page].live(grid.number(index) % PAGE, self._now())
+            if any(info.claim < own_claim for info in infos):
+                lost.append(grid.uid(index))
         return lost
-
-    def _yields(self, place: ExpertPlace, rival: ExpertInfo, is_settled: bool) -> bool:
-        own_ms = CUT_OFF if self._cut_off else place.claimed_ms
-        if is_settled:
-            return own_ms == CUT_OFF and (rival.claimed_ms, rival.host.id) < (CUT_OFF, self._peers.id)
-        own = (place.step == CLAIMED, own_ms, self._peers.id)
-        return (rival.step == CLAIMED, rival.claimed_ms, rival.host.id) < own
-
-    @property
-    def _cut_off(self) -> bool:
-        return self._now() < self._cut_off_until
-
-    def _on_lost(self, peer: PeerId) -> None:
-        now = self._now()
-        linked = self._peers.linked()
-        remember(self._lost, peer, now, MAX_ENTRIES)
-        gone = {former for former, lost_at in self._lost.items() if now - lost_at < LOSS_S} - linked
-        vouchers = {former: self._peers.voucher_of(former) for former in linked | gone}
-        # peers of one voucher have one vote together
-        sizes = Counter(vouchers.values())
-        votes_gone = sum(1 / sizes[vouchers[former]] for former in gone)
-        if 2 * votes_gone > len(sizes):
-            self._full = len(vouchers)
-            self._cut_off_until = now + CUT_OFF_S
 
     def _hold(self, grid: Grid, index: Index, shape: tuple[int, ...], step: int) -> None:
         mine = self._mine.setdefault(grid, {})
-        claimed_ms = mine[index].claimed_ms if index in mine else CUT_OFF
-        if self._cut_off:
-            claimed_ms = CUT_OFF
-        elif claimed_ms == CUT_OFF:
+        if index in mine:
+            claimed_ms = mine[index].claimed_ms
+        else:
             claimed_ms = int(self._peers.time() * 1000)
         mine[index] = ExpertPlace(grid.number(index) % PAGE, claimed_ms, step, shape)
 
@@ -309,7 +244,7 @@ class Directory:
         else:
             return
         record = GridRecord(addresses, tuple(places))
-        if not await self._dht.publish(page.key(self._run_id), record, ttl_s=self.settings.ttl_s):
+        if not await self._dht.publish(page.key(self._run_id), record, ttl_s=self.ttl_s):
             logger.info("no peer stored the record of %s; the next announcement retries", page)
         self._cache.forget(page)
 
@@ -318,7 +253,7 @@ class Directory:
             return []
         by_host = (await self._cache.get([page]))[page].by_host
         # a host that stops announcing is replaced before its record expires
-        fresh_at = self._now() + self.settings.ttl_s / 2
+        fresh_at = self._now() + self.ttl_s / 2
         witnesses = Counter[int]()
         for host, infos in by_host.items():
             if host < self._peers.id:
@@ -432,22 +367,10 @@ class Directory:
             for host, infos in old.by_host.items():
                 if any(info.until > now for info in infos.values()):
                     by_host[host] = infos
-        by_host |= self._dated(announced(page, reading.found.items(), now=now, swarm_time=self._peers.time()))
+        by_host |= announced(page, reading.found.items(), now=now, swarm_time=self._peers.time())
         everything = itertools.chain(*(infos.values() for infos in by_host.values()))
         is_served = any(info.step != CLAIMED for info in everything)
-        return Listing(by_host), self.settings.cache_s if is_served else self.settings.absent_s
-
-    def _dated(self, by_host: Announced) -> Announced:
-        """Note when each claim was first seen."""
-        now = self._now()
-        for host, held in by_host.items():
-            for position, info in held.items():
-                seen_at, until = self._seen.get((host, info.uid), (now, math.inf))
-                if until <= now:
-                    seen_at = now
-                remember(self._seen, (host, info.uid), (seen_at, info.until), MAX_SEEN)
-                held[position] = replace(info, seen_at=seen_at)
-        return by_host
+        return Listing(by_host), CACHE_S if is_served else ABSENT_S
 
     def on_failure(self, info: ExpertInfo, reason: str) -> None:
         """Ban an expert that failed this peer, longer each time, unless another peer hosts it."""

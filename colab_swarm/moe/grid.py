@@ -42,7 +42,6 @@ _PREFIX = re.compile(r"[A-Za-z0-9_-]+(\.[A-Za-z_-][A-Za-z0-9_-]*)*")
 PAGE = 256  # places, or prefixes, that share a key
 MAX_ADDRESS_CHARS = 256  # of all addresses in a record: 256 hosts must fit under one key
 Bans: TypeAlias = LeftOut[tuple[str, bytes]]  # experts that failed this peer, by name and host
-CUT_OFF = 1 << 62  # the claim of a host that was cut off from most peers: later than any other
 CLAIMED = -1  # the step of a place that its host does not serve yet
 
 Length: TypeAlias = Annotated[int, msgspec.Meta(ge=-1, lt=1 << 31)]
@@ -147,13 +146,12 @@ class ExpertInfo:
     shape: tuple[int, ...]  # of one sample, input and output alike; -1: any length
     step: int  # optimizer steps in its weights at the announcement; `CLAIMED`: it cannot be called yet
     until: float  # when the announcement expires, on the reader's monotonic clock, seconds
-    claimed_ms: int = 0  # the host's swarm time when it claimed the place, milliseconds, or `CUT_OFF`
-    seen_at: float = 0.0  # when the reader first saw the claim, on its monotonic clock, seconds
+    claimed_ms: int = 0  # the host's swarm time when it claimed the place, milliseconds
 
     @property
-    def claim(self) -> tuple[bool, float, PeerId]:
-        """Sort key of claims to one place, for those who call it. The smallest wins; dates are the hosts' word."""
-        return self.claimed_ms == CUT_OFF, self.seen_at, self.host.id
+    def claim(self) -> tuple[int, PeerId]:
+        """Sort key of claims to one place: the smallest hosts it."""
+        return self.claimed_ms, self.host.id
 
 
 class ExpertPlace(Message, frozen=True):
@@ -161,7 +159,7 @@ class ExpertPlace(Message, frozen=True):
 
     index: Annotated[int, msgspec.Meta(ge=0, lt=PAGE)]  # in its page
     # the host's swarm time when it claimed the place, milliseconds
-    claimed_ms: Annotated[int, msgspec.Meta(ge=0, le=CUT_OFF)] = 0
+    claimed_ms: Annotated[int, msgspec.Meta(ge=0, le=1 << 62)] = 0
     # optimizer steps in its weights; `CLAIMED`: not served yet
     step: Annotated[int, msgspec.Meta(ge=CLAIMED, le=1 << 62)] = 0
     shape: Annotated[tuple[Length, ...], msgspec.Meta(max_length=8)] = ()  # of one sample; -1: any length

@@ -129,7 +129,7 @@ class ExpertHost(AbstractContextManager["ExpertHost"]):
     async def start(self) -> None:
         """Host the requested experts, as far as their names are vacant."""
         plan = self.plan
-        self._tasks.every(self._directory.settings.ttl_s / 3, self._announce, rest=REST)
+        self._tasks.every(self._directory.ttl_s / 3, self._announce, rest=REST)
         try:
             await self._take(plan.count, self._here())
             await self._fill(plan.count)

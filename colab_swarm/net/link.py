@@ -14,7 +14,6 @@ from colab_swarm.errors import CallRefused, PeerError, PeerLost, PeerTimeout, Pr
 from colab_swarm.events import EventLog, Fault, Notice
 from colab_swarm.markup import plain
 from colab_swarm.net.carrier import LinkType, Loopback, Remote
-from colab_swarm.net.membership import voucher_of
 from colab_swarm.net.mux import (
     ENCODER,
     FAILURE,
@@ -168,11 +167,6 @@ class Link:
     def leaving(self) -> bool:
         """Whether the link takes no new calls or streams."""
         return self.lost is not None or self.mux.leaving or self.mux.peer_leaving
-
-    @property
-    def voucher(self) -> bytes:
-        """The voucher of the peer (`voucher_of`), by the membership that it showed last."""
-        return voucher_of(self.remote.public_key, self.remote.membership)
 
     @property
     def rtt_s(self) -> float | None:

@@ -29,7 +29,6 @@ from colab_swarm.errors import (
 )
 from colab_swarm.events import EventLog, Fault, PeerJoined, PeerLeft
 from colab_swarm.net.addresses import (
-    MAX_BOOK_ENTRIES,
     AddressBook,
     is_iroh,
     is_local,
@@ -63,7 +62,6 @@ from colab_swarm.net.peers import (
     R,
     Role,
     Stream,
-    remember,
     short,
 )
 from colab_swarm.net.traffic import Metering, Traffic
@@ -149,8 +147,6 @@ class Node:
         self.metered = False
         self.port: int | None = None
         self.pinned: set[PeerId] = set()
-        # The vouchers of linked peers, and of peers that have left.
-        self.vouchers: dict[PeerId, bytes] = {}
         self.lost_listeners: dict[Callable[[PeerId], None], None] = {}
         self.open_circuit: Callable[[Contact, PeerId, HandshakeReceiver], Awaitable[WebSocket]] | None = None
         self.listener = Listener(self._receive_caller, self.scratch)
@@ -266,10 +262,6 @@ class Node:
             return Role.AUTHORITY
         roles = [link.remote.role for link in self.table.of(peer)]
         return max(roles, default=Role.GUEST)
-
-    def voucher_of(self, peer: PeerId) -> bytes:
-        """Return the voucher of a peer that is or was linked, as `Stream.voucher`; of others the peer's id."""
-        return self.vouchers.get(peer, peer)
 
     @property
     def membership(self) -> bytes:
@@ -512,7 +504,6 @@ class Node:
 
     def _add_link(self, link: Link) -> None:
         first = self.table.add(link)
-        remember(self.vouchers, link.peer, link.voucher, MAX_BOOK_ENTRIES)
         best = self.table.best(link.peer)
         for other in self.table.of(link.peer):
             if other is not best:

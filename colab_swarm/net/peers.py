@@ -133,11 +133,6 @@ class Stream:
         self._receiving: asyncio.Future[None] | None = None
         self._has_credit = asyncio.Event()
 
-    @property
-    def voucher(self) -> bytes:
-        """The voucher of the peer: an invitation's key, its account, or its own key."""
-        return bytes(self._link.voucher)
-
     async def send(self, message: Message, payload: Buffer = b"") -> None:
         """Send one item when the peer has room for it. The payload may be reused after return.
 

@@ -22,7 +22,7 @@ from colab_swarm.dht.service import DHT, RunServices
 from colab_swarm.errors import CallRefused, PeerTimeout
 from colab_swarm.events import EventLog
 from colab_swarm.experiments.report import Report, reports
-from colab_swarm.moe.directory import Directory, DirectorySettings
+from colab_swarm.moe.directory import Directory
 from colab_swarm.moe.grid import Grid
 from colab_swarm.net.identity import Identity
 from colab_swarm.net.node import Node
@@ -251,7 +251,7 @@ async def find_experts(size: int, searches: int) -> tuple[list[float], list[floa
         RunServices(cast(Node, peer), dht, EventLog(), random.Random(peer.name), "bench")
         for peer, dht in zip(peers, dhts, strict=True)
     ]
-    directories = [Directory(one, DirectorySettings(ttl_s=3600.0)) for one in services]
+    directories = [Directory(one, ttl_s=3600.0) for one in services]
     uids = [GRID.uid(index) for index in GRID]
     hosts = min(HOSTS, size // 2)
     share = -(-len(uids) // hosts)

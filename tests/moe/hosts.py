@@ -11,7 +11,7 @@ import torch
 from colab_swarm.dht.service import DHT, RunServices
 from colab_swarm.events import Event, EventLog
 from colab_swarm.moe.blocks import FeedForward
-from colab_swarm.moe.directory import Directory, DirectorySettings
+from colab_swarm.moe.directory import Directory
 from colab_swarm.moe.expert import Expert, ExpertRule, HostPlan, measure
 from colab_swarm.moe.grid import Grid
 from colab_swarm.moe.host import ExpertHost, HostResources
@@ -54,7 +54,7 @@ class Run:
     """Peers that join through alice, each with a folder of its own."""
 
     def __init__(self, folder: Path) -> None:
-        self._folder, self.directory_settings = folder, DirectorySettings()
+        self._folder = folder
         self._entry: SimPeers | None = None
 
     @cached_property
@@ -74,7 +74,7 @@ class Run:
         dht.start()
         services = RunServices(peers, dht, EventLog(), random.Random(name), "run")
         peers.when_down(lambda: [*dht.kill()])
-        directory = Directory(services, self.directory_settings)
+        directory = Directory(services)
         resources = HostResources(services, directory, folder or self._folder / name)
         return Member(peers, services, resources)
 

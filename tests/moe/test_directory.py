@@ -13,7 +13,7 @@ from colab_swarm.dht.service import RunServices
 from colab_swarm.errors import NoExpertsError
 from colab_swarm.events import EventLog, ExpertBanned
 from colab_swarm.moe import directory as module
-from colab_swarm.moe.directory import Cache, Directory, DirectorySettings
+from colab_swarm.moe.directory import Cache, Directory
 from colab_swarm.moe.grid import ExpertInfo, Grid
 from colab_swarm.runtime import loop_now
 from colab_swarm.sim import HOME, LAN, PAPER_CLOUD, NetworkProfile, SimNetwork
@@ -22,7 +22,6 @@ from tests.dht.swarm import Member, swarm
 
 GRID = Grid("ffn", (4, 8))
 SHAPE = (16,)
-SETTINGS = DirectorySettings()
 
 
 @dataclass
@@ -34,7 +33,7 @@ class Scout(Member):
 
 
 async def scouts(
-    count: int, settings: DirectorySettings = SETTINGS, *, profile: NetworkProfile = LAN, seed: int = 0
+    count: int, *, profile: NetworkProfile = LAN, seed: int = 0
 ) -> tuple[SimNetwork, list[Scout]]:
     """``count`` peers that know each other through the DHT."""
     network, members = await swarm(count, profile=profile, seed=seed)
@@ -42,7 +41,7 @@ async def scouts(
     for member in members:
         rng = random.Random(f"{seed} {member.peers.name}")
         services = RunServices(member.peers, member.dht, EventLog(), rng, "run")
-        found.append(Scout(member.peers, member.dht, Directory(services, settings), services.events))
+        found.append(Scout(member.peers, member.dht, Directory(services), services.events))
     return network, found
 
 
@@ -200,7 +199,7 @@ async def test_a_search_reads_few_keys_and_a_repeated_one_none() -> None:
     batch = scores(*map(grid.uid, list(grid)[::16]), grid=grid)
     first = await bob.directory.best(grid, batch, 4)
     reads = bob.directory._cache.loads
-    await asyncio.sleep(SETTINGS.cache_s / 3)
+    await asyncio.sleep(module.CACHE_S / 3)
     began = loop_now()
     assert await bob.directory.best(grid, batch, 4) == first
     assert (reads, bob.directory._cache.loads, loop_now() - began) == (5, 5, 0.0)
@@ -301,12 +300,18 @@ async def test_peers_that_claim_at_once_get_different_places_while_there_are_som
     assert len(got) == len(set(got)) == claimed and max(map(len, shares)) <= each
 
 
-async def test_a_place_announced_by_two_at_once_belongs_to_the_smaller_id() -> None:
-    _, (alice, bob) = await scouts(2)
-    await asyncio.gather(announce(alice, "ffn.1.2"), announce(bob, "ffn.1.2"))
-    lost = [await scout.directory.rivals(GRID, ["ffn.1.2"]) for scout in (alice, bob)]
-    greater = [alice.peers.id > bob.peers.id, bob.peers.id > alice.peers.id]
-    assert lost == [["ffn.1.2"] if loses else [] for loses in greater]
+@pytest.mark.parametrize("later_s", [0.0, 1.0])
+async def test_the_lowest_claim_hosts_an_expert_for_hosts_and_callers(later_s: float) -> None:
+    _, (first, second, carol) = await scouts(3)
+    if not later_s and first.peers.id > second.peers.id:
+        first, second = second, first
+    announcing = asyncio.create_task(announce(first, "ffn.1.2"))
+    await asyncio.sleep(later_s)
+    await asyncio.gather(announcing, announce(second, "ffn.1.2"))
+    assert await first.directory.rivals(GRID, ["ffn.1.2"]) == []
+    assert await second.directory.rivals(GRID, ["ffn.1.2"]) == ["ffn.1.2"]
+    called = await carol.directory.find(GRID, "ffn.1.2")
+    assert called is not None and called.host.id == first.peers.id
 
 
 async def test_a_clock_that_is_a_minute_behind_takes_no_place_from_its_holder() -> None:

@@ -66,7 +66,7 @@ def test_a_row_describes_its_experts() -> None:
     seven, nine = announced(PLACES, [(ALICE, received(row))], now=5.0, swarm_time=1000.0)[ALICE].values()
     assert seven.host == Contact(ALICE, row.addresses) and (seven.uid, nine.uid) == ("ffn.2.175", "ffn.2.177")
     assert (seven.shape, seven.step, nine.step) == ((16, -1), 5, grids.CLAIMED)
-    assert seven.claim == (False, 0.0, ALICE) and seven.claimed_ms == 123
+    assert seven.claim == (123, ALICE) < nine.claim
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import random
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,17 +15,15 @@ import torch
 from torch import nn
 
 from colab_swarm.errors import ExpertError
-from colab_swarm.events import ExpertHosted, Fault, Notice, PeerRefused
+from colab_swarm.events import ExpertHosted, Fault, Notice
 from colab_swarm.moe.blocks import FeedForward, TransformerBlock
-from colab_swarm.moe.directory import DirectorySettings
 from colab_swarm.moe.expert import ExpertRule, plan_host
-from colab_swarm.moe.grid import CLAIMED, CUT_OFF, ExpertPlace, Grid, GridPage, GridRecord
+from colab_swarm.moe.grid import Grid
 from colab_swarm.moe.host import ExpertHost, SwarmExperts
 from colab_swarm.moe.saves import SavePlace, SaveRecord
 from colab_swarm.sim.runtime import SimRuntime
 from tests.moe.hosts import GRID, PLAN, Member, Run, host_of, make, saved, train
 from tests.moe.local import calls_of
-from tests.net.swarm import Echo, introduce
 
 EXPIRED_S = 120.0  # twice the life of an announcement, with checks for dead hosts in between
 
@@ -135,20 +133,11 @@ async def test_a_false_claim_is_skipped_in_favour_of_a_real_save(run: Run) -> No
     assert [place.step for _, place in await carol.resources.saves.claims(uid)] == [10**9, 3]
 
 
-@pytest.mark.parametrize("sides", ["alice,dave|bob", "alice|bob,dave", "alice,dave|bob,erin"])
-async def test_a_name_that_two_sides_of_a_partition_took_is_kept_by_the_larger_side(
-    run: Run, sides: str
-) -> None:
+async def test_an_expert_that_both_sides_of_a_partition_host_stays_at_the_earlier_host(run: Run) -> None:
     alice, hers = await run.host("alice", uids=("ffn.0.1",))
     await saved_by(hers, 2)
-    members = [await run.join(name) for name in ("dave", "erin")[: sides.count(",")]]
     bob = await run.join("bob")
-    groups = [set(side.split(",")) for side in sides.split("|")]
-    introduce(everyone := [one.peers for one in (alice, bob, *members)])
-    for one in everyone:
-        for other in everyone:
-            await one.call(other.id, Echo(), Echo, timeout_s=5)
-    run.network.now().partition(*groups)
+    run.network.now().partition({"alice"}, {"bob"})
     await asyncio.sleep(100)
     his = host_of(bob.resources, replace(PLAN, uids=("ffn.0.1",)))
     await his.start()
@@ -157,72 +146,9 @@ async def test_a_name_that_two_sides_of_a_partition_took_is_kept_by_the_larger_s
     run.network.now().heal()
     await asyncio.sleep(300)
     assert [fault.name for fault in run.network.fired] == ["partition", "heal"]
-    kept = [name for name, hosting in (("alice", hers), ("bob", his)) if hosting.experts]
-    if len(groups[0]) == len(groups[1]):
-        assert kept == [min((alice, bob), key=lambda one: one.peers.id).peers.name]
-    else:
-        assert len(kept) == 1 and kept[0] in max(groups, key=len)
-    lost = [*alice.events(Notice), *bob.events(Notice)]
-    assert [event.text for event in lost] == ["no longer hosting ffn.0.1: another peer claimed it earlier"]  # type: ignore[attr-defined]
-
-
-async def claim_all(*liars: Member, claimed_ms: int = 0, step: int = 9, ttl_s: float = 60.0) -> None:
-    places = tuple(ExpertPlace(place, claimed_ms, step, (4,)) for place in range(GRID.size))
-    key = GridPage(GRID, 2, 0).key("run")
-    assert await liars[0].services.dht.publish(key, GridRecord((), places), ttl_s=ttl_s)
-
-
-async def each_second(*liars: Member) -> None:
-    for _ in range(90):
-        await claim_all(liars[0])
-        await asyncio.sleep(1)
-
-
-async def in_the_future(*liars: Member) -> None:
-    await claim_all(liars[0], claimed_ms=CUT_OFF - 1)
-
-
-async def in_turns(*liars: Member) -> None:
-    for turn in range(6):
-        await claim_all(liars[turn % 2], ttl_s=20.0)
-        await asyncio.sleep(15)
-
-
-@pytest.mark.parametrize(
-    ("age_s", "attack", "named"),
-    [
-        *((age_s, claim_all, 1) for age_s in (5, 30, 75)),
-        *((5, each_second, 1), (5, in_the_future, 1), (5, in_turns, 2)),
-    ],
-)
-async def test_a_later_claim_takes_no_expert_whatever_its_date_and_names_its_author(
-    run: Run, age_s: int, attack: Callable[..., Awaitable[None]], named: int
-) -> None:
-    alice, hers = await run.host("alice", 4)
-    trainer, *liars = [await run.join(name) for name in ("bob", "mallory", "mallet")]
-    before = {info.uid: info.host.id for info in await trainer.resources.directory.live(GRID)}
-    await asyncio.sleep(age_s)
-    await attack(*liars)
-    await asyncio.sleep(45)
-    assert len(hers.experts) == len(before) == 4
-    found = {uid: await trainer.resources.directory.find(GRID, uid) for uid in before}
-    assert {uid: info and info.host.id for uid, info in found.items()} == before
-    told = [event.peer for event in alice.events(PeerRefused)]  # type: ignore[attr-defined]
-    assert told == [liar.peers.id.hex() for liar in liars[:named]]
-
-
-async def test_a_claim_that_lost_a_race_and_is_dated_back_takes_no_expert(run: Run) -> None:
-    mallory, alice = await run.join("mallory"), await run.join("alice")
-    hers = host_of(alice.resources, replace(PLAN, count=4, capacity=4))
-    starting = asyncio.create_task(hers.start())
-    await asyncio.sleep(1.0)
-    await claim_all(mallory, claimed_ms=CUT_OFF - 1, step=CLAIMED)
-    await starting
-    assert len(hers.experts) == 4
-    await claim_all(mallory)
-    await asyncio.sleep(45)
-    assert len(hers.experts) == 4 and alice.events(PeerRefused)
-    hers.kill()
+    assert hers.experts and not his.experts and not alice.events(Notice)
+    (lost,) = bob.events(Notice)
+    assert "no longer hosting ffn.0.1: another peer claimed it earlier" in str(lost)
 
 
 @pytest.mark.parametrize("away_s", [10, 200])
@@ -264,10 +190,9 @@ async def test_a_maker_that_fails_is_the_callers_error_and_claims_nothing(run: R
 @pytest.mark.slow
 @pytest.mark.ordeal
 async def test_no_expert_loses_more_than_its_last_steps_while_hosts_are_killed(run: Run) -> None:
-    """Every 10 s for two minutes a random host dies and another joins; experts are taken over in between."""
+    """Every 200 s a random host of three dies and another joins; experts are taken over in between."""
     rng = random.Random(0)
-    run.directory_settings = DirectorySettings(ttl_s=3.0, cache_s=1.0, absent_s=0.5, settle_s=0.5)
-    settings = {"save_s": 1.5, "takeover_s": 1.0, "capacity": 4}
+    settings = {"capacity": 4}
     reader = await run.join("reader")
     hosts = {f"host {i}": await run.host(f"host {i}", 2, **settings) for i in range(3)}
     members = dict(hosts)
@@ -279,11 +204,11 @@ async def test_no_expert_loses_more_than_its_last_steps_while_hosts_are_killed(r
             for info in await reader.resources.directory.live(GRID):
                 with contextlib.suppress(ExpertError):
                     await calls.backward(info, ones, ones)
-            await asyncio.sleep(1.0)
+            await asyncio.sleep(20.0)
 
     learning = asyncio.create_task(learn())
     for i in range(3, 15):
-        await asyncio.sleep(10)
+        await asyncio.sleep(200)
         victim = rng.choice(sorted(hosts))
         run.network.now().crash(victim)
         dead, _ = hosts.pop(victim)
@@ -291,7 +216,7 @@ async def test_no_expert_loses_more_than_its_last_steps_while_hosts_are_killed(r
             saved_steps[uid] = max(kept.step, saved_steps.get(uid, 0))
         name = f"host {i}"
         members[name] = hosts[name] = await run.host(name, 2, **settings)
-    await asyncio.sleep(20)
+    await asyncio.sleep(200)
     learning.cancel()
     taken = [one for member, _ in members.values() for one in hosted(member) if one[2]]
     assert len(run.network.fired) == 12 and len(taken) >= 10
