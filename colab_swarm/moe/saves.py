@@ -1,11 +1,11 @@
 """Saves of experts: each is on its host's disk and at a few other peers, the *holders*.
 
-A save is a state in chunks (`colab_swarm.tensors.chunks`); the hash of its manifest, a chunk too,
-names it. Every read is checked, so writes are not synced. A holder gets the manifest and the chunks
-that it lacks, and keeps the newest two saves per expert and owner, for a day.
+A save is a state in chunks (`colab_swarm.tensors.chunks`), named by its root. A holder downloads it from its
+owner, and a host that takes the expert over from the holders, in the same way: what is on the own disk
+already is not sent. A holder keeps the newest two saves per expert and owner, for a day.
 
-The owner's signed record names its newest save, and before it the last one that has all its
-holders: losing the host and all holders but one costs only the steps since the last save. Any peer
+The owner's signed record names its newest save, and before it the last one that as many peers hold as any
+before: losing the host and all holders but one costs only the steps since the last save. Any peer
 may claim a save of any step: claims are tried from the highest step down.
 """
 
@@ -13,7 +13,7 @@ import asyncio
 import contextlib
 import logging
 import threading
-from collections.abc import Iterable, Iterator, Set
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -26,22 +26,32 @@ from colab_swarm.dht.service import BackgroundTasks, RunServices, is_sound
 from colab_swarm.errors import PeerError, StateError, require
 from colab_swarm.files import write_file
 from colab_swarm.moe.grid import MAX_HOLDERS, Grid, Index
-from colab_swarm.net.node import Node
-from colab_swarm.net.peers import UNDECODABLE, Buffer, Contact, Message, PeerId, Refusal, Role, Stream, short
+from colab_swarm.net.peers import (
+    UNDECODABLE,
+    Ack,
+    Contact,
+    Message,
+    PeerId,
+    Refusal,
+    Role,
+    Stream,
+    short,
+)
+from colab_swarm.runtime import free_ram_bytes
 from colab_swarm.tensors.chunks import (
     CHUNK_TIMEOUT_S,
-    MAX_CHUNKS,
+    MAX_STATE_BYTES,
     MAX_STEP,
+    REQUEST_CHUNKS,
     ChunkDownload,
     Digest,
     FetchChunks,
     Manifest,
     Snapshot,
-    StateChunk,
     digest_of,
-    receive_chunk,
     send_chunks,
 )
+from colab_swarm.tensors.statedict import Blob
 
 logger = logging.getLogger(__name__)
 KEPT_S = 24 * 3600.0  # a save that is not renewed is dropped; also the longest life of a record
@@ -54,138 +64,107 @@ SAVES_OF_ONE = 2  # per expert and owner: the new one may not be in the DHT yet
 
 class Save(msgspec.Struct, frozen=True):
     owner: bytes  # id of the peer that hosted and saved it
-    uid: str  # of the expert
-    step: int  # optimizer steps in its weights
-    digests: Annotated[tuple[Digest, ...], msgspec.Meta(min_length=1)]  # of its chunks, the manifest first
-    size_bytes: int  # of all of them
+    manifest: Manifest  # its subject is the expert's name
     at: float  # swarm time when its owner last renewed it, seconds
 
-    @classmethod
-    def of(cls, manifest: Manifest, owner: bytes, *, at: float) -> "Save":
-        head = msgspec.msgpack.encode(manifest)
-        digests = (digest_of(head), *map(manifest.digest, range(manifest.chunks)))
-        uid = manifest.subject.decode(errors="replace")  # a garbled one is no expert's
-        return cls(owner, uid, manifest.step, digests, len(head) + manifest.size_bytes, at)
+    @property
+    def uid(self) -> str:
+        return self.manifest.subject.decode(errors="replace")  # a garbled one is no expert's
 
 
 class ReplicaStore:
-    """The saves on this peer's disk: those owned by ``me``, and within a quota those of others.
+    """The saves on this peer's disk: those owned by ``me``, and within a quota those of others; on any thread.
 
-    Used by one process and one thread; `put` and `get` on any thread.
+    Each is the file of a state, with a record beside it. One process uses the folder. Every read is checked, so
+    writes are not synced.
     """
 
     def __init__(self, folder: Path, *, me: bytes, quota_bytes: int = 8 << 30) -> None:
-        self._chunks = folder / "chunks"
         self._folder = folder / "saves"
         self._me = me
         self._quota_bytes = quota_bytes
-        self._writing = threading.Lock()  # of a chunk, which several saves may bring at once
-        self._saves: dict[Path, Save] = {}
-        self._coming: list[tuple[Save, int]] = []  # their chunks are being put, and the bytes they need
-        for path in self._folder.glob("*.save"):
+        self._changing = threading.Lock()
+        self._saves: dict[Path, Save] = {}  # by the file of the state
+        for record in self._folder.glob("*.save"):
+            path = record.with_suffix(".safetensors")
             try:
-                self._saves[path] = msgspec.msgpack.decode(path.read_bytes(), type=Save)
+                if path.exists():
+                    self._saves[path] = msgspec.msgpack.decode(record.read_bytes(), type=Save)
             except (OSError, *UNDECODABLE) as error:
-                logger.warning("dropped %s, which cannot be read: %s", path, error)
-                _delete(path)
-        needed = {digest.hex() for digest in self._needed()}
-        for path in [*self._chunks.glob("??/*")]:  # partial files of a killed process, too
-            if path.name not in needed:
+                logger.warning("dropped %s, which cannot be read: %s", record, error)
+        for path in [*self._folder.glob("*")]:  # what a killed process left
+            if path.with_suffix(".safetensors") not in self._saves:
                 _delete(path)
 
-    def __contains__(self, digest: bytes) -> bool:
-        return self._chunk(digest).exists()
+    def add(self, save: Save, blob: Blob) -> None:
+        """Write or renew a save, and drop its owner's oldest of the expert beyond two.
 
-    def put(self, data: Buffer) -> bytes:
-        """Write a chunk atomically; return its digest. Raises `StateError` if the disk refuses it."""
-        digest = digest_of(data)
-        with self._writing:
-            if digest not in self:
-                write_file(self._chunk(digest), [data])
-        return digest
+        Raises `StateError` if there is not enough space, or the disk cannot be written.
+        """
+        path = self._path(save.owner, save.manifest.root)
+        with self._changing:
+            room_bytes = self.room_bytes(save.owner, save.manifest.root)
+            text = f"{room_bytes:,} bytes are left here, {blob.nbytes:,} are needed"
+            require(blob.nbytes <= room_bytes or save.owner == self._me, text, StateError)
+            # the record first: at the next start one without its file is dropped
+            write_file(path.with_suffix(".save"), [msgspec.msgpack.encode(save)])
+            write_file(path, [memoryview(blob)])
+            self._saves[path] = save
+            same = [
+                other for other, one in self._saves.items() if (one.owner, one.uid) == (save.owner, save.uid)
+            ]
+            self._drop(sorted(same, key=lambda other: self._saves[other].at)[:-SAVES_OF_ONE])
 
-    def get(self, digest: bytes) -> bytes | None:
-        """Return a chunk; None if it is missing or damaged. A damaged one is deleted."""
-        path = self._chunk(digest)
-        try:
-            data = path.read_bytes()
-        except OSError:
-            return None
-        if digest_of(data) == digest:
-            return data
-        logger.warning("dropped %s: its contents do not match their hash", path)
-        _delete(path)
+    def manifest(self, root: bytes) -> Manifest | None:
+        """Return the manifest of a save of any owner; None if it is not here."""
+        return next((self._saves[path].manifest for path in self._files(root)), None)
+
+    def read(self, root: bytes, digest: bytes) -> bytes | None:
+        """Return a chunk of a save; None if it is missing or damaged. A damaged save is deleted."""
+        for path in self._files(root):
+            manifest = self._saves[path].manifest
+            chunks = [chunk for chunk in range(manifest.chunks) if manifest.digest(chunk) == digest]
+            if not chunks:
+                return None
+            with contextlib.suppress(OSError), path.open("rb") as file:
+                file.seek(manifest.span(chunks[0]).start)
+                data = file.read(manifest.length(chunks[0]))
+                if digest_of(data) == digest:
+                    return data
+            logger.warning("dropped %s: its contents do not match their hash", path)
+            with self._changing:
+                self._drop([path])
         return None
 
     def saves(self, uid: str | None = None) -> list[Save]:
         """Return the saves of one expert, or all; highest step first."""
-        # a copy, since other threads may add saves
-        saves = [*self._saves.values()]
-        if uid is not None:
-            saves = [save for save in saves if save.uid == uid]
-        return sorted(saves, key=lambda save: (save.step, save.at), reverse=True)
+        saves = [save for save in [*self._saves.values()] if uid in (None, save.uid)]
+        return sorted(saves, key=lambda save: (save.manifest.step, save.at), reverse=True)
 
-    @property
-    def room_bytes(self) -> int:
-        """Bytes that are left for other peers' saves."""
-        kept = sum(save.size_bytes for save in self._saves.values() if save.owner != self._me)
-        return max(0, self._quota_bytes - kept - sum(size_bytes for _, size_bytes in self._coming))
-
-    @contextlib.contextmanager
-    def adding(self, save: Save) -> Iterator[None]:
-        """Reserve space for a save while its chunks are put; then drop its owner's oldest beyond two.
-
-        Raises `StateError` if there is not enough space, or the disk cannot be written.
-        """
-        path = self._folder / f"{save.digests[0].hex()[:32]}-{save.owner.hex()[:16]}.save"
-        if save.owner == self._me or path in self._saves:
-            size_bytes = 0
-        else:
-            size_bytes = save.size_bytes
-        text = f"{self.room_bytes:,} bytes are left here, {size_bytes:,} are needed"
-        require(size_bytes <= self.room_bytes, text, StateError)
-        coming = save, size_bytes
-        self._coming.append(coming)
-        try:
-            yield
-            write_file(path, [msgspec.msgpack.encode(save)])
-            self._saves[path] = save
-            self._drop(self._paths_of(save.owner, save.uid)[:-SAVES_OF_ONE])
-        finally:
-            self._coming.remove(coming)
-            self._sweep(save.digests)
+    def room_bytes(self, owner: bytes, root: bytes) -> int:
+        """Return the bytes that are left for this save of another peer."""
+        free_bytes = self._quota_bytes
+        for path, save in [*self._saves.items()]:
+            if save.owner != self._me and path != self._path(owner, root):
+                free_bytes -= save.manifest.size_bytes
+        return max(0, free_bytes)
 
     def expire(self, before: float) -> None:
         """Drop saves that were not renewed since ``before``, swarm time."""
-        self._drop([path for path, save in self._saves.items() if save.at < before])
+        with self._changing:
+            self._drop([path for path, save in self._saves.items() if save.at < before])
 
-    def _chunk(self, digest: bytes) -> Path:
-        name = digest.hex()
-        return self._chunks / name[:2] / name
+    def _path(self, owner: bytes, root: bytes) -> Path:
+        return self._folder / f"{root.hex()[:32]}-{owner.hex()[:16]}.safetensors"
 
-    def _paths_of(self, owner: bytes, uid: str) -> list[Path]:
-        """Return the files of an owner's saves of an expert, the oldest first."""
-        paths = [path for path, save in self._saves.items() if (save.owner, save.uid) == (owner, uid)]
-        return sorted(paths, key=lambda path: self._saves[path].at)
+    def _files(self, root: bytes) -> list[Path]:
+        return [path for path in [*self._saves] if path.name.startswith(root.hex()[:32])]
 
     def _drop(self, paths: Iterable[Path]) -> None:
-        digests: set[bytes] = set()
         for path in paths:
-            digests.update(self._saves.pop(path).digests)
+            self._saves.pop(path, None)
+            _delete(path.with_suffix(".save"))
             _delete(path)
-        self._sweep(digests)
-
-    def _needed(self) -> set[bytes]:
-        needed: set[bytes] = set()
-        for save in self._saves.values():
-            needed.update(save.digests)
-        for save, _ in self._coming:
-            needed.update(save.digests)
-        return needed
-
-    def _sweep(self, digests: Iterable[bytes]) -> None:
-        for digest in set(digests) - self._needed():
-            _delete(self._chunk(digest))
 
 
 def _delete(path: Path) -> None:
@@ -194,24 +173,26 @@ def _delete(path: Path) -> None:
 
 
 class KeepSave(Message, frozen=True):
-    """Opens a stream that brings a save; ``manifest`` is the digest of its first chunk."""
+    """Asks a peer to download the caller's save with this root, and to keep it; `Ack` when it has it."""
 
-    manifest: bytes
+    root: Digest
 
 
-class LackedChunks(Message, frozen=True):
-    """The chunks of a save that the holder lacks, by their place in the manifest; in the end none."""
+class DescribeSave(Message, frozen=True):
+    """Asks a holder for the manifest with this root."""
 
-    places: Annotated[tuple[int, ...], msgspec.Meta(max_length=MAX_CHUNKS)]
+    root: Digest
 
 
 class FetchSave(FetchChunks, frozen=True):
-    """Opens a stream of chunks of any saves, manifests included."""
+    """Opens a stream of chunks of the save with this root."""
+
+    root: Digest
 
 
 class SavePlace(Message, frozen=True):
     step: Annotated[int, msgspec.Meta(ge=0, lt=MAX_STEP)]  # optimizer steps in its weights
-    manifest: Digest  # digest of its first chunk
+    root: Digest
     holders: Annotated[tuple[Contact, ...], msgspec.Meta(max_length=MAX_HOLDERS + 1)]  # peers that have it
 
     def __post_init__(self) -> None:
@@ -238,15 +219,17 @@ class ExpertSaves:
     def __init__(self, services: RunServices, store: ReplicaStore) -> None:
         self.store = store
         self.results: dict[str, SaveResult] = {}  # of the last save of each expert
-        self.safe: dict[str, SavePlace] = {}  # the newest save of each that reached enough holders
+        self.safe: dict[str, SavePlace] = {}  # the newest save of each that has as many holders as any before
+        self._sent: dict[bytes, Snapshot] = {}  # saves that holders download now, by root
         self._failed_at: dict[PeerId, float] = {}  # swarm time
+        self._keeping = asyncio.Lock()
         self._peers = services.peers
         self._dht = services.dht
         self._run_id = services.run_id
         self._tasks = BackgroundTasks("hold saved experts", services.events, services.rng)
-        self._peers.serve_stream(KeepSave, self._receive_save, role=Role.WORKER)
-        send = partial(send_chunks, read=lambda digest: asyncio.to_thread(store.get, digest))
-        self._peers.serve_stream(FetchSave, send, role=Role.WORKER)
+        self._peers.serve(KeepSave, self._keep, role=Role.WORKER)
+        self._peers.serve(DescribeSave, self._describe, role=Role.WORKER)
+        self._peers.serve_stream(FetchSave, self._send, role=Role.WORKER)
 
     async def start(self) -> None:
         """Announce regularly, until `stop`, that this peer keeps saves."""
@@ -260,7 +243,7 @@ class ExpertSaves:
     def kill(self) -> None:
         """Stop serving and withdraw nothing, as a crash would."""
         self._tasks.cancel()
-        for kind in (KeepSave, FetchSave):
+        for kind in (KeepSave, DescribeSave, FetchSave):
             self._peers.unserve(kind)
 
     async def others(self) -> Set[PeerId]:
@@ -274,24 +257,31 @@ class ExpertSaves:
         if me.addresses:  # a peer that cannot be dialled could not return a save
             await self._dht.publish(f"{self._run_id}/expert-holders", me, ttl_s=ttl_s)
 
-    async def _receive_save(self, opening: KeepSave, stream: Stream) -> None:
+    async def _keep(self, peer: PeerId, ask: KeepSave) -> Ack:
         try:
-            head = await receive_chunk(stream, opening.manifest)
-            manifest = Manifest.decode(head)
-            with self.store.adding(Save.of(manifest, stream.peer, at=self._peers.time())):
-                await asyncio.to_thread(self.store.put, head)
-                lacked: dict[bytes, int] = {}
-                for place in range(manifest.chunks):
-                    if manifest.digest(place) not in self.store:
-                        lacked[manifest.digest(place)] = place
-                await stream.send(LackedChunks(tuple(lacked.values())))
-                for digest, place in lacked.items():
-                    chunk = await receive_chunk(stream, digest, manifest.length(place))
-                    await asyncio.to_thread(self.store.put, chunk)
-        except (StateError, TimeoutError) as error:
-            raise Refusal(str(error) or "the save arrived too slowly") from error
-        await stream.send(LackedChunks(()))
-        await stream.end()
+            async with self._keeping:  # one at a time, as it is in memory while it arrives
+                free_bytes = (free_ram_bytes() or MAX_STATE_BYTES) // 2
+                limit_bytes = min(self.store.room_bytes(peer, ask.root), free_bytes)
+                await self._store(peer, await self._download(ask.root, [peer], limit_bytes))
+        except StateError as error:
+            raise Refusal(str(error)) from error
+        return Ack()
+
+    async def _store(self, owner: PeerId, saved: Snapshot) -> None:
+        save = Save(owner, saved.manifest, self._peers.time())
+        await asyncio.to_thread(self.store.add, save, saved.blob)
+
+    async def _describe(self, _peer: PeerId, ask: DescribeSave) -> Manifest:
+        sent = self._sent.get(ask.root)
+        manifest = sent.manifest if sent else self.store.manifest(ask.root)
+        if manifest is None:
+            raise Refusal(f"save {ask.root.hex()[:8]} is not here")
+        return manifest
+
+    async def _send(self, ask: FetchSave, stream: Stream) -> None:
+        sent = self._sent.get(ask.root)
+        read = sent.read if sent else partial(asyncio.to_thread, self.store.read, ask.root)
+        await send_chunks(ask, stream, read)
 
     def due(self, uid: str, step: int, others: Set[PeerId], copies: int) -> bool:
         """Return True if a save would store newer steps, reach more holders, or renew a record."""
@@ -306,28 +296,29 @@ class ExpertSaves:
         uid = saved.manifest.subject.decode()
         step = saved.manifest.step
         fault = await self.write(saved)
-        holders = await self._spread(saved, others, copies)
+        self._sent[saved.root] = saved
+        try:
+            holders = await self._spread(saved, others, copies)
+        finally:
+            del self._sent[saved.root]
         contacts = [*map(self._peers.contact_of, sorted(holders))]
         if not fault:
             contacts.append(self._peers.contact)
         place = SavePlace(step, saved.root, tuple(contacts))
         former = self.safe.get(uid, place)
-        record = SaveRecord((place,) if former.manifest == place.manifest else (place, former))
+        record = SaveRecord((place,) if former.root == place.root else (place, former))
         if not (contacts and await self._dht.publish(self._key(uid, "save"), record, ttl_s=KEPT_S)):
             fault = fault or f"no peer stored the record of the save of {uid}"
         result = self.results[uid] = SaveResult(step, frozenset(holders), self._peers.time(), fault)
-        # Former holders count even while they are away: a save with few holders is no safe one after an outage.
-        reachable = max(len(others), len({contact.id for contact in former.holders} - {self._peers.id}))
-        if contacts and (former is place or len(holders) >= min(copies, reachable)):
+        # one with fewer holders, as after an outage, is no safe one
+        if contacts and len(contacts) >= len(former.holders):
             self.safe[uid] = place
         return result
 
     async def write(self, saved: Snapshot) -> str | None:
         """Save on this disk; return the error text, or None."""
-        chunks: list[Buffer] = [saved.head, *saved.chunks.values()]
         try:
-            with self.store.adding(Save.of(saved.manifest, self._peers.id, at=self._peers.time())):
-                await asyncio.to_thread(lambda: [*map(self.store.put, chunks)])
+            await self._store(self._peers.id, saved)
         except StateError as error:
             logger.warning("a save is not on disk: %s", error)
             return str(error)
@@ -344,12 +335,14 @@ class ExpertSaves:
             return peer not in former, self._failed_at.get(peer, 0.0), blake3(subject + peer).digest()
 
         able = [peer for peer in others if self._failed_at.get(peer, since) <= since]
+        # for each request of some chunks, and for the first one
+        timeout_s = CHUNK_TIMEOUT_S * (1 + saved.manifest.chunks / REQUEST_CHUNKS)
         holders: list[PeerId] = []
         for holder in sorted(able, key=rank)[: ATTEMPTS * copies]:
             if len(holders) == copies:
                 break
             try:
-                await send_save(self._peers, holder, saved)
+                await self._peers.call(holder, KeepSave(saved.root), Ack, timeout_s=timeout_s)
                 holders.append(holder)
             except PeerError as error:
                 logger.info("%s keeps no save of %s: %s", short(holder), subject, error)
@@ -376,66 +369,49 @@ class ExpertSaves:
         """
         claims: dict[tuple[bytes, bytes], tuple[PeerId, SavePlace]] = {}
         for save in self.store.saves(uid):
-            place = SavePlace(save.step, save.digests[0], ())
-            claims[save.owner, place.manifest] = PeerId(save.owner), place
+            place = SavePlace(save.manifest.step, save.manifest.root, ())
+            claims[save.owner, place.root] = PeerId(save.owner), place
         records = await self._dht.published(self._key(uid, "save"), SaveRecord)
         for owner, record in records.items():
             for place in record.saves:
-                claims[owner, place.manifest] = owner, place
+                claims[owner, place.root] = owner, place
                 for contact in place.holders:
                     self._peers.learn(contact)
         return sorted(claims.values(), key=lambda claim: claim[1].step, reverse=True)
 
     async def fetch(self, uid: str, place: SavePlace, *, limit_bytes: int) -> Snapshot:
-        """Return a save from this disk and its holders, several in parallel.
+        """Return a save from this disk and its holders.
 
         Raises `StateError` if it is not the claimed state, larger than ``limit_bytes``, or incomplete.
         """
-        head = await asyncio.to_thread(self.store.get, place.manifest)
         holders = [contact.id for contact in place.holders if contact.id != self._peers.id]
+        saved = await self._download(place.root, holders, limit_bytes)
+        is_claimed = (saved.manifest.subject, saved.manifest.step) == (uid.encode(), place.step)
+        require(is_claimed, f"a save of {uid} at step {place.step} is of another expert or step", StateError)
+        return saved
+
+    async def _download(self, root: bytes, holders: Sequence[PeerId], limit_bytes: int) -> Snapshot:
         # dead holders cost one timeout together
-        answers = await asyncio.gather(*(self._head(peer, place.manifest) for peer in holders))
+        answers = await asyncio.gather(*(self._ask(holder, root) for holder in holders))
+        manifest = self.store.manifest(root)
         for answer in answers:
-            head = head or answer
-        if head is None:
-            raise StateError(f"none of {len(holders)} holders has {uid} at step {place.step}")
-        manifest = Manifest.decode(head)
-        is_claimed = (manifest.subject, manifest.step) == (uid.encode(), place.step)
-        text = f"a save of {uid} is of another expert or step, or larger than the expert"
-        require(is_claimed and manifest.size_bytes <= limit_bytes, text, StateError)
-        download = ChunkDownload(self._peers, manifest, FetchSave)
-        await asyncio.to_thread(download.fill, self.store.get)
-        await download.run(peer for peer, answer in zip(holders, answers, strict=True) if answer)
+            manifest = manifest or answer
+        if manifest is None:
+            raise StateError(f"none of {len(holders)} holders has the save {root.hex()[:8]}")
+        size_bytes = manifest.size_bytes
+        require(size_bytes <= limit_bytes, f"a save of {size_bytes:,} bytes, {limit_bytes:,} fit", StateError)
+        download = ChunkDownload(self._peers, manifest, partial(FetchSave, root=root))
+        await asyncio.to_thread(download.fill, partial(self.store.read, root))
+        await download.run(holder for holder, answer in zip(holders, answers, strict=True) if answer)
         return Snapshot(manifest, download.blob)
 
-    async def _head(self, holder: PeerId, manifest: bytes) -> bytes | None:
+    async def _ask(self, holder: PeerId, root: bytes) -> Manifest | None:
         try:
-            async with await self._peers.stream(holder, FetchSave((manifest,)), timeout_s=PROBE_S) as stream:
-                return bytes(await receive_chunk(stream, manifest, timeout_s=PROBE_S))
-        except (PeerError, StateError, TimeoutError) as error:
+            manifest = await self._peers.call(holder, DescribeSave(root), Manifest, timeout_s=PROBE_S)
+        except PeerError as error:
             logger.info("holder %s has no such save: %s", short(holder), error)
             return None
+        return manifest if manifest.root == root else None
 
     def _key(self, name: str, kind: str) -> str:
         return f"{self._run_id}/experts/{name}/{kind}"
-
-
-async def send_save(peers: Node, holder: PeerId, saved: Snapshot) -> None:
-    """Send a holder the chunks that it lacks; raise `PeerError` if it fails, refuses or is slow."""
-    now = asyncio.get_running_loop().time
-    try:
-        async with (
-            asyncio.timeout(CHUNK_TIMEOUT_S) as limit,
-            await peers.stream(holder, KeepSave(saved.root), timeout_s=CHUNK_TIMEOUT_S) as stream,
-        ):
-            await stream.send(StateChunk(), saved.head)
-            lacked, _ = await stream.receive(LackedChunks)
-            if not {*lacked.places} <= {*range(saved.manifest.chunks)}:
-                raise PeerError("the holder requests chunks that do not exist")
-            for place in lacked.places:
-                limit.reschedule(now() + CHUNK_TIMEOUT_S)
-                await stream.send(StateChunk(), memoryview(saved.blob.data)[saved.manifest.span(place)])
-            limit.reschedule(now() + CHUNK_TIMEOUT_S)
-            await stream.receive(LackedChunks)
-    except TimeoutError as error:
-        raise PeerError(f"holder {short(holder)} took longer than {CHUNK_TIMEOUT_S:.0f} s") from error

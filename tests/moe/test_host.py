@@ -121,9 +121,8 @@ async def test_a_false_claim_is_skipped_in_favour_of_a_real_save(run: Run) -> No
     (uid,) = bob.experts
     await saved_by(bob, 3)
     mallory = await run.join("mallory")
-    lies = saved(uid, step=10**9, size=100)  # chunks that are there and match: only the state does not fit
-    for piece in (lies.head, *lies.chunks.values()):
-        mallory.resources.saves.store.put(piece)
+    lies = saved(uid, step=10**9, size=100)  # it is there, and its hash matches: only the state does not fit
+    await mallory.resources.saves.write(lies)
     place = SavePlace(10**9, lies.root, (mallory.peers.contact,))
     await mallory.services.dht.publish(f"run/experts/{uid}/save", SaveRecord((place,)), ttl_s=6000)
     run.network.now().crash("bob")

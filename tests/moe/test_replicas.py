@@ -11,9 +11,9 @@ import pytest
 from colab_swarm.dht import records
 from colab_swarm.errors import CallRefused, PeerError, StateError
 from colab_swarm.moe import saves as expert_saves
-from colab_swarm.net.peers import Buffer, Contact, PeerId
+from colab_swarm.net.peers import Ack, Contact, Message, PeerId
 from colab_swarm.runtime import loop_now
-from colab_swarm.tensors.chunks import Snapshot, StateChunk, digest_of
+from colab_swarm.tensors.chunks import Manifest, Snapshot, StateChunk
 from tests.moe.hosts import GRID, Member, Run, saved, shelf_of
 
 LIMIT_BYTES = saved().blob.nbytes
@@ -51,7 +51,11 @@ class Scene:
         return next(self.saves(n) for n in others if self.members[n].peers.id not in kept.holders)
 
     def holders(self, step: int) -> set[str]:
-        return {name for name, m in self.members.items() if any(s.step == step for s in shelf_of(m).saves())}
+        return {
+            name
+            for name, m in self.members.items()
+            if any(s.manifest.step == step for s in shelf_of(m).saves())
+        }
 
     def crash(self, name: str) -> None:
         self.run.network.now().crash(name)
@@ -67,26 +71,19 @@ async def fetched(saves: expert_saves.ExpertSaves, uid: str = "ffn.0.0") -> Snap
     return await saves.fetch(uid, place, limit_bytes=LIMIT_BYTES)
 
 
-async def test_only_changed_chunks_are_sent_and_an_equal_save_is_renewed(scene: Scene) -> None:
+async def test_an_equal_save_is_renewed_and_not_sent_again(scene: Scene) -> None:
     await scene.open("alice", "bob")
-    store, sizes = shelf_of(scene.members["bob"]), list[int]()
-    put = store.put
-
-    def count(data: Buffer) -> bytes:
-        sizes.append(len(data))
-        return put(data)
-
-    store.put = count  # type: ignore[method-assign]
-    await scene.save(saved(step=1))
-    assert sum(sizes[1:]) == saved().blob.nbytes > 2_000_000  # after the manifest
-    sizes.clear()
-    second = await scene.save(saved(step=2, value=1.0))
-    assert len(sizes) == 3 and sum(sizes[1:]) <= 2 << 18  # the chunk of the head, and the last one
+    alice, bob = (scene.members[name].peers for name in ("alice", "bob"))
+    sent_bytes = []
+    for step in (1, 2, 2):
+        last = await scene.save(saved(step=step))
+        sent_bytes.append(alice.statistics(bob.id).sent_bytes)
+        await asyncio.sleep(60)
+    first, second, third = sent_bytes
+    assert second - first > saved().blob.nbytes > 100 * (third - second)
     assert scene.saves("alice").safe["ffn.0.0"].step == 2
-    sizes.clear()
-    await asyncio.sleep(60)
-    await scene.save(saved(step=2, value=1.0))
-    assert len(sizes) == 1 and store.saves()[0].at > second.at
+    renewed, before = shelf_of(scene.members["bob"]).saves()
+    assert (renewed.manifest.step, before.manifest.step) == (2, 1) and renewed.at > last.at - 60
 
 
 async def test_a_save_that_a_holder_lost_does_not_drop_the_one_before(scene: Scene) -> None:
@@ -133,14 +130,18 @@ async def test_a_save_whose_record_no_peer_stores_is_reported(
 
 
 async def test_a_holder_that_failed_is_left_alone(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def fails(_peers: object, holder: PeerId, _saved: Snapshot) -> None:
-        tried.append(holder)
+    await scene.open("alice")
+    alice, peers = scene.saves("alice"), scene.members["alice"].peers
+    tried, (away, *crowd) = list[PeerId](), [PeerId(bytes([i]) * 32) for i in range(41)]
+    call = peers.call
+
+    async def fails(peer: PeerId, message: Any, *args: Any, **options: Any) -> Any:
+        if not isinstance(message, expert_saves.KeepSave):
+            return await call(peer, message, *args, **options)
+        tried.append(peer)
         raise PeerError("full, or not there")
 
-    tried, (away, *crowd) = list[PeerId](), [PeerId(bytes([i]) * 32) for i in range(41)]
-    await scene.open("alice")
-    alice = scene.saves("alice")
-    monkeypatch.setattr(expert_saves, "send_save", fails)
+    monkeypatch.setattr(peers, "call", fails)
     for i in range(3):
         await alice.save(saved(f"ffn.0.{i}"), {away}, 1)
     assert tried == [away]
@@ -171,7 +172,6 @@ async def test_a_save_comes_back_from_holders_when_its_host_is_dead(scene: Scene
     kept = await scene.save(saved(step=7))
     assert len(kept.holders) == 2 and kept.fault is None
     liar = scene.members[scene.name(min(kept.holders))]
-    (save,) = shelf_of(liar).saves()
     lies: list[bytes] = []
 
     async def lie(ask: expert_saves.FetchSave, stream: Any) -> None:
@@ -186,17 +186,16 @@ async def test_a_save_comes_back_from_holders_when_its_host_is_dead(scene: Scene
             liar.peers.serve_stream(expert_saves.FetchSave, lie)
         again = await fetched(scene.reader(kept))
         assert np.array_equal(again.blob, saved(step=7).blob) and again.manifest.step == 7
-    assert lies and len(save.digests) == 11 and [fault.name for fault in scene.run.network.fired] == ["crash"]
+    assert lies and [fault.name for fault in scene.run.network.fired] == ["crash"]
 
 
-async def test_a_damaged_chunk_on_our_disk_is_fetched_from_a_holder(scene: Scene, tmp_path: Path) -> None:
+async def test_a_damaged_save_on_our_disk_is_fetched_from_a_holder(scene: Scene, tmp_path: Path) -> None:
     await scene.open("alice", "bob")
     await scene.save(saved(step=7))
-    garbled = [path for path in (tmp_path / "alice" / "chunks").rglob("*") if path.is_file()]
-    for path in garbled:
-        path.write_bytes(bytes(path.stat().st_size))
+    (damaged,) = (tmp_path / "alice").rglob("*.safetensors")
+    damaged.write_bytes(bytes(damaged.stat().st_size))
     assert np.array_equal((await fetched(scene.saves("alice"))).blob, saved(step=7).blob)
-    assert len(garbled) == 11 and not any(path.exists() for path in garbled)
+    assert not damaged.exists() and not shelf_of(scene.members["alice"]).saves()
 
 
 async def test_a_silent_holder_delays_a_fetch_for_seconds_only(scene: Scene) -> None:
@@ -230,46 +229,33 @@ async def test_a_save_that_is_not_what_was_claimed_or_too_large_is_refused(scene
     await scene.open("alice", "bob")
     await scene.save(saved(step=7))
     ((_, claim),) = await scene.saves("bob").claims("ffn.0.0")
-    for uid, wrong, limit_bytes in (
-        ("ffn.0.0", msgspec.structs.replace(claim, step=8), LIMIT_BYTES),
-        ("ffn.0.1", claim, LIMIT_BYTES),
-        ("ffn.0.0", claim, LIMIT_BYTES - 1),
+    for uid, wrong, limit_bytes, text in (
+        ("ffn.0.0", msgspec.structs.replace(claim, step=8), LIMIT_BYTES, "of another expert or step"),
+        ("ffn.0.1", claim, LIMIT_BYTES, "of another expert or step"),
+        ("ffn.0.0", claim, LIMIT_BYTES - 1, "bytes, .* fit"),
     ):
-        with pytest.raises(StateError, match="another expert or step, or larger"):
+        with pytest.raises(StateError, match=text):
             await scene.saves("bob").fetch(uid, wrong, limit_bytes=limit_bytes)
 
 
-async def test_a_manifest_that_is_wrong_about_the_length_of_a_chunk_is_refused(scene: Scene) -> None:
+@pytest.mark.parametrize("fault", ["manifest", "chunks"])
+async def test_a_save_that_does_not_match_its_hash_is_not_kept(scene: Scene, fault: str) -> None:
     await scene.open("alice", "bob")
-    whole, chunks = saved(), shelf_of(scene.members["alice"])
-    short = chunks.put(b"short")
-    lie = msgspec.structs.replace(whole.manifest, digests=short + whole.manifest.digests[32:])
-    head = chunks.put(msgspec.msgpack.encode(lie))
-    for piece in whole.chunks.values():
-        chunks.put(piece)
-    with pytest.raises(StateError, match="1 of 10 chunks"):
-        await scene.saves("alice").fetch(
-            "ffn.0.0", expert_saves.SavePlace(1, head, ()), limit_bytes=LIMIT_BYTES
-        )
+    alice, bob = scene.members["alice"].peers, scene.members["bob"]
 
+    async def describe(_peer: PeerId, _ask: Message) -> Manifest:
+        return saved(step=2 if fault == "manifest" else 1).manifest
 
-@pytest.mark.parametrize("fault", ["hash", "length"])
-async def test_a_save_whose_chunks_do_not_match_is_not_kept(scene: Scene, tmp_path: Path, fault: str) -> None:
-    await scene.open("alice", "bob")
-    alice, bob, manifest = scene.members["alice"].peers, scene.members["bob"].peers.id, saved().manifest
-    if fault == "length":
-        digests = digest_of(b"something else") + manifest.digests[32:]
-        manifest = msgspec.structs.replace(manifest, digests=digests)
-    head = msgspec.msgpack.encode(manifest)
-    async with await alice.stream(bob, expert_saves.KeepSave(digest_of(head)), timeout_s=5) as stream:
-        await stream.send(StateChunk(), head)
-        lacked, _ = await stream.receive(expert_saves.LackedChunks)
-        assert len(lacked.places) == 10
+    async def send(_ask: Message, stream: Any) -> None:
         await stream.send(StateChunk(), b"something else")
-        with pytest.raises(CallRefused, match="does not match its hash or its length"):
-            await stream.receive(expert_saves.LackedChunks)
-    assert not shelf_of(scene.members["bob"]).saves()
-    assert not [path for path in (tmp_path / "bob" / "chunks").rglob("*") if path.is_file()]
+
+    for kind in (expert_saves.DescribeSave, expert_saves.FetchSave):
+        alice.unserve(kind)
+    alice.serve(expert_saves.DescribeSave, describe)
+    alice.serve_stream(expert_saves.FetchSave, send)
+    with pytest.raises(CallRefused, match="none of 1 holders" if fault == "manifest" else "did not arrive"):
+        await alice.call(bob.peers.id, expert_saves.KeepSave(saved().root), Ack, timeout_s=60)
+    assert not shelf_of(bob).saves()
 
 
 async def test_invalid_records_of_saves_are_ignored(scene: Scene) -> None:
