@@ -235,16 +235,18 @@ def _computed(
 
 def finished(computed: Sequence[Computed]) -> list[tuple[Call, Outcome]]:
     """Wait for what a device computes; return the answer or the error of each call."""
-    return [(call, _encoded(call, result)) for call, result in computed]
-
-
-def _encoded(call: Call, result: Excerpt | BaseException) -> Outcome:
-    if isinstance(result, BaseException):
-        return result
-    try:
-        outputs = result.outputs.read()[result.first : result.first + call.samples]
-        return list(encoded(outputs.numpy(), call.codec))
-    except ValueError as error:  # not finite: some codecs cannot represent it
-        return Refusal(f"{call.key.uid} answers with {error}")
-    except Exception as error:  # the device failed after all
-        return error
+    answers: list[tuple[Call, Outcome]] = []
+    for call, result in computed:
+        answer: Outcome
+        try:
+            if isinstance(result, BaseException):
+                answer = result
+            else:
+                outputs = result.outputs.read()[result.first : result.first + call.samples]
+                answer = list(encoded(outputs.numpy(), call.codec))
+        except ValueError as error:  # not finite: some codecs cannot represent it
+            answer = Refusal(f"{call.key.uid} answers with {error}")
+        except Exception as error:  # the device failed after all
+            answer = error
+        answers.append((call, answer))
+    return answers

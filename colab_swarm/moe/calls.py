@@ -18,7 +18,7 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
@@ -97,7 +97,6 @@ class MixtureStatistics:
     failures: int = 0  # forward calls that failed or were later than the grace period
     lost_gradients: int = 0  # backward calls that failed: the part of that expert counted as zero
     unanswered: int = 0  # samples without any answer, which passed unchanged
-    outliers: int = 0  # answers for single samples that were too far from the others
 
 
 class ExpertCalls:
@@ -269,40 +268,36 @@ class ExpertStatistics:
     latency_s: float | None  # median of the last calls, from arrival to answer; None before the first
 
 
+@dataclass
 class _Served:
-    def __init__(self, expert: Expert) -> None:
-        self.expert = expert
-        self._samples = self._calls = self._batches = 0
-        self._last = deque[tuple[float, float, int]](
-            maxlen=LAST
-        )  # time of the answer, seconds waited, samples
+    expert: Expert
+    samples: int = 0
+    calls: int = 0
+    batches: int = 0
+    # of each call the time of its answer, the seconds that it waited, and its samples
+    last: deque[tuple[float, float, int]] = field(default_factory=partial(deque, maxlen=LAST))
 
     def count(self, batch: Sequence[Call], now: float) -> None:
-        self._batches += bool(batch)
-        self._calls += len(batch)
+        self.batches += bool(batch)
+        self.calls += len(batch)
         for call in batch:
-            self._samples += call.samples
-            self._last.append((now, now - call.arrived_at, call.samples))
+            self.samples += call.samples
+            self.last.append((now, now - call.arrived_at, call.samples))
 
     def statistics(self, queued: int, now: float) -> ExpertStatistics:
-        seconds = math.inf
-        latency_s = None
-        samples = 0
-        if self._last:
-            _, latencies_s, sizes = zip(*self._last, strict=True)
-            seconds = max(1.0, now - self._last[0][0])
-            latency_s = statistics.median(latencies_s)
-            samples = sum(sizes)
+        answered_at = [at for at, _, _ in self.last]
+        latencies_s = [latency_s for _, latency_s, _ in self.last]
+        seconds = max(1.0, now - min(answered_at, default=now))
         return ExpertStatistics(
             uid=self.expert.uid,
             step=self.expert.step,
-            samples=self._samples,
-            calls=self._calls,
-            batch_size=self._samples / self._batches if self._batches else None,
+            samples=self.samples,
+            calls=self.calls,
+            batch_size=self.samples / self.batches if self.batches else None,
             queued=queued,
-            calls_per_s=len(self._last) / seconds,
-            samples_per_s=samples / seconds,
-            latency_s=latency_s,
+            calls_per_s=len(self.last) / seconds,
+            samples_per_s=sum(samples for _, _, samples in self.last) / seconds,
+            latency_s=statistics.median(latencies_s) if latencies_s else None,
         )
 
 
@@ -310,8 +305,7 @@ class ExpertServer:
     """Serves experts to the swarm, a thread for each device. One per peer; made and used on the event loop.
 
     ``events`` gets a `Fault` when an expert's own code fails, and a `PeerRefused` for a caller whose tensors are
-    refused, or whose gradients teach less than it sends. While ``gate`` is closed new calls
-    get a busy answer, and admitted ones wait.
+    refused. While ``gate`` is closed new calls get a busy answer, and admitted ones wait.
     """
 
     def __init__(
@@ -323,7 +317,7 @@ class ExpertServer:
         self._threads: dict[torch.device, DeviceThread] = {}
         self._served: dict[str, _Served] = {}
         self._computed: dict[torch.device, list[Computed]] = {}  # begun, and not answered yet
-        self._named = LeftOut[tuple[PeerId, str]](NAMED_S, NAMED_S)
+        self._named = LeftOut[PeerId](NAMED_S, NAMED_S)
         self._lock = threading.Lock()  # of the batching, which loop and thread share
         self._batching = Batching(limits or BatchLimits())
         peers.serve_stream(ForwardExpert, self._serve, role=Role.WORKER)
@@ -461,7 +455,16 @@ class ExpertServer:
         began = time.perf_counter()
         with self._lock:
             calls = self._batching.take(device)
-        beginning = self._begin(calls, device) if calls else []
+        beginning: list[Computed] = []
+        if calls:
+            uid = calls[0].key.uid
+            served = self._served.get(uid)
+            try:
+                if served is None or served.expert.device != device:
+                    raise _gone(uid)
+                beginning = compute(served.expert, calls)
+            except BaseException as error:  # SystemExit in a user's module; no memory for the batch
+                beginning = [(call, error) for call in calls]
         ending = [self._computed.pop(device, [])]
         with self._lock:
             follows = self._batching.waits(device)
@@ -477,42 +480,31 @@ class ExpertServer:
                 self._batching.measured(size_bytes, time.perf_counter() - began)
         return answers
 
-    def _begin(self, calls: Sequence[Call], device: torch.device) -> list[Computed]:
-        uid = calls[0].key.uid
-        served = self._served.get(uid)
-        if served is None or served.expert.device != device:
-            return [(call, _gone(uid)) for call in calls]
-        try:
-            return compute(served.expert, calls)
-        except BaseException as error:  # SystemExit in a user's module; no memory for the batch
-            return [(call, error) for call in calls]
-
     def _deliver(self, working: asyncio.Future[list[list[tuple[Call, Outcome]]]]) -> None:
-        if not working.cancelled():
-            for answers in working.result():
-                self._answer(answers, loop_now())
+        if working.cancelled():
+            return
+        now = loop_now()
+        for answers in working.result():
+            for call, answer in answers:
+                self._answer(call, answer, now)
+            if served := self._served.get(answers[0][0].key.uid):
+                served.count([call for call, answer in answers if not isinstance(answer, BaseException)], now)
 
-    def _answer(self, answers: Sequence[tuple[Call, Outcome]], now: float) -> None:
-        for call, answer in answers:
-            if isinstance(answer, BaseException) and not isinstance(answer, Refusal):
-                text = f"{type(answer).__name__}: {answer}"
-                logger.error("expert %s failed", call.key.uid, exc_info=answer)
-                self._events.emit(Fault(now, f"expert {call.key.uid}", text))
-                answer = Refusal(f"{call.key.uid} failed: {text}")
-            if isinstance(answer, Unusable):
-                self._name(call, "a call", str(answer), now)
-            if call.answer.done():
-                continue  # the caller has gone
-            if isinstance(answer, BaseException):
-                call.answer.set_exception(answer)
-            else:
-                call.answer.set_result(answer)
-        if served := self._served.get(answers[0][0].key.uid):
-            served.count([call for call, answer in answers if not isinstance(answer, BaseException)], now)
-
-    def _name(self, call: Call, what: str, why: str, now: float) -> None:
-        if self._named.fail((call.caller, what), now) is not None:
-            self._events.emit(PeerRefused(now, call.caller.hex(), f"{what} for {call.key.uid}", why))
+    def _answer(self, call: Call, answer: Outcome, now: float) -> None:
+        uid = call.key.uid
+        if isinstance(answer, BaseException) and not isinstance(answer, Refusal):
+            text = f"{type(answer).__name__}: {answer}"
+            logger.error("expert %s failed", uid, exc_info=answer)
+            self._events.emit(Fault(now, f"expert {uid}", text))
+            answer = Refusal(f"{uid} failed: {text}")
+        if isinstance(answer, Unusable) and self._named.fail(call.caller, now) is not None:
+            self._events.emit(PeerRefused(now, call.caller.hex(), f"a call for {uid}", str(answer)))
+        if call.answer.done():
+            return  # the caller has gone
+        if isinstance(answer, BaseException):
+            call.answer.set_exception(answer)
+        else:
+            call.answer.set_result(answer)
 
 
 def _gone(uid: str) -> Refusal:

@@ -14,7 +14,7 @@ from functools import partial
 import numpy as np
 
 from colab_swarm.dht.service import RunServices
-from colab_swarm.errors import NoExpertsError, require
+from colab_swarm.errors import NoExpertsError
 from colab_swarm.events import ExpertBanned
 from colab_swarm.moe.grid import (
     CLAIMED,
@@ -222,21 +222,16 @@ class Directory:
         await asyncio.gather(*map(self._publish_page, sorted(pages, key=lambda page: page[1:])))
 
     async def _publish_page(self, page: GridPage) -> None:
-        places: list[ExpertPlace] = []
-        served_positions: set[int] = set()
-        for index, place in self._mine[page.grid].items():
-            prefix = index[: page.depth]
-            if GridPage.of(page.grid, prefix) != page:
-                continue
-            places.append(place)
-            if place.step != CLAIMED:
-                served_positions.add(page.grid.number(prefix) % PAGE)
+        mine = self._mine[page.grid].items()
+        here = {index: place for index, place in mine if GridPage.of(page.grid, index[: page.depth]) == page}
         if page.depth == len(page.grid.sides):
             addresses = short_addresses(self._peers.contact)
-            places.sort(key=lambda place: place.index)
+            places = sorted(here.values(), key=lambda place: place.index)
         else:
             addresses = ()
-            places = [*map(ExpertPlace, await self._unwitnessed(page, served_positions))]
+            served = [index for index, place in here.items() if place.step != CLAIMED]
+            positions = {page.grid.number(index[: page.depth]) % PAGE for index in served}
+            places = [*map(ExpertPlace, await self._unwitnessed(page, positions))]
         if places:
             self._published.add(page)
         elif page in self._published:
@@ -290,22 +285,21 @@ class Directory:
         indices. Raises `NoExpertsError` if none is live, `ValueError` for scores of other shapes.
         """
         shapes = [s.shape for s in scores]
-        text = f"scores of shapes {shapes} do not fit {grid}: (samples, side) each"
-        require(shapes and shapes == [(shapes[0][0], side) for side in grid.sides], text)
+        if not shapes or shapes != [(shapes[0][0], side) for side in grid.sides]:
+            raise ValueError(f"scores of shapes {shapes} do not fit {grid}: (samples, side) each")
         best, listings = await self._search(grid, scores, k)
         if not any(best):  # the first, quick reads may have missed them
             await self._cache.get(listings, fresh=True)
             best, listings = await self._search(grid, scores, k)
         infos = self._infos(grid, set(itertools.chain(*best)), listings)
-        chosen = []
-        for indices in best:
-            chosen.append([infos[index] for index in indices if index in infos])
+        chosen = [[infos[index] for index in indices if index in infos] for indices in best]
+        if any(chosen) or not chosen:
+            return chosen
         advice = "host some, check the prefix, or wait for their hosts"
         failed = [uid for uid in self.banned() if grid.contains(uid)]
         if failed:
             advice += f"; {len(failed)} failed this peer's calls and are left out for a while"
-        require(any(chosen) or not chosen, f"no expert of {grid} can be called: {advice}", NoExpertsError)
-        return chosen
+        raise NoExpertsError(f"no expert of {grid} can be called: {advice}")
 
     async def _search(
         self, grid: Grid, scores: Sequence[Floats], k: int
@@ -349,10 +343,9 @@ class Directory:
         infos: dict[Index, ExpertInfo] = {}
         for index in indices:
             listing = listings.get(GridPage.of(grid, index))
-            position = grid.number(index) % PAGE
             if listing is None:
                 continue
-            info = listing.usable(position, self._now(), self._bans)
+            info = listing.usable(grid.number(index) % PAGE, self._now(), self._bans)
             if info is not None:
                 infos[index] = info
                 self._peers.learn(info.host)
@@ -364,9 +357,9 @@ class Directory:
         now = self._now()
         by_host: Announced = {}
         if old is not None:
-            for host, infos in old.by_host.items():
-                if any(info.until > now for info in infos.values()):
-                    by_host[host] = infos
+            by_host = {
+                h: infos for h, infos in old.by_host.items() if any(i.until > now for i in infos.values())
+            }
         by_host |= announced(page, reading.found.items(), now=now, swarm_time=self._peers.time())
         everything = itertools.chain(*(infos.values() for infos in by_host.values()))
         is_served = any(info.step != CLAIMED for info in everything)

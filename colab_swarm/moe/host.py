@@ -69,20 +69,25 @@ class ExpertHost(AbstractContextManager["ExpertHost"]):
     def __init__(
         self, runtime: Runner, resources: HostResources, plan: HostPlan, show: "Callable[[ExpertHost], Any]"
     ) -> None:
+        self.plan = plan
         self.grid = plan.grid
-        self.arithmetic = plan.arithmetic
         self.stopped = False
         self.experts: dict[str, Expert] = {}
-        self.plan = plan
-        self._services = resources.services
-        self._saves = resources.saves
         self._runtime = runtime
         self._show = show
+        self._saves = resources.saves
         self._directory = resources.directory
         self._server = resources.server
+        self._me = resources.services.peers.id
+        self._events = resources.services.events
         self._saving = asyncio.Lock()
         self._save_fault: str | None = None
-        self._tasks = BackgroundTasks("host experts", self._services.events, self._services.rng)
+        self._tasks = BackgroundTasks("host experts", self._events, resources.services.rng)
+
+    @property
+    def arithmetic(self) -> str:
+        """How many experts fit, in a sentence."""
+        return self.plan.arithmetic
 
     @property
     def uids(self) -> list[str]:
@@ -154,7 +159,7 @@ class ExpertHost(AbstractContextManager["ExpertHost"]):
             logger.warning("not all experts were saved: %s", str(error) or "other peers took too long")
         self.experts.clear()
         for uid in uids:
-            self._services.events.emit(Notice(loop_now(), f"no longer hosting {uid}: this host stopped"))
+            self._events.emit(Notice(loop_now(), f"no longer hosting {uid}: this host stopped"))
 
     async def _fill(self, count: int) -> None:
         if len(self.experts) < count and (saved := await self._saves.saved(self.grid)):
@@ -198,7 +203,7 @@ class ExpertHost(AbstractContextManager["ExpertHost"]):
             except StateError as error:
                 logger.warning("skipped the save of %s at step %d: %s", uid, place.step, error)
                 continue
-            taken_over = owner != self._services.peers.id
+            taken_over = owner != self._me
             if not taken_over:
                 self._saves.safe[uid] = place  # published until a newer one is safe
             break
@@ -206,7 +211,7 @@ class ExpertHost(AbstractContextManager["ExpertHost"]):
             expert = await self._server.run(device, partial(self._build, uid, device))
         self._server.add(expert)
         self.experts[uid] = expert
-        self._services.events.emit(ExpertHosted(loop_now(), uid, expert.step, taken_over))
+        self._events.emit(ExpertHosted(loop_now(), uid, expert.step, taken_over))
 
     def _build(self, uid: str, device: torch.device, state: dict[str, Any] | None = None) -> Expert:
         plan = self.plan
@@ -220,9 +225,7 @@ class ExpertHost(AbstractContextManager["ExpertHost"]):
         lost = [uid for uid in rivals if self.experts.pop(uid, None)]
         for uid in lost:
             self._server.remove(uid)
-            self._services.events.emit(
-                Notice(loop_now(), f"no longer hosting {uid}: another peer claimed it earlier")
-            )
+            self._events.emit(Notice(loop_now(), f"no longer hosting {uid}: another peer claimed it earlier"))
         if lost:
             await self._directory.withdraw(self.grid, lost)
         experts = {uid: (expert.shape, expert.step) for uid, expert in self.experts.items()}
@@ -250,7 +253,7 @@ class ExpertHost(AbstractContextManager["ExpertHost"]):
         else:
             fault = (await self._saves.save(saved, others, copies)).fault
         if fault and not self._save_fault:
-            self._services.events.emit(Fault(loop_now(), f"save of {uid}", fault))
+            self._events.emit(Fault(loop_now(), f"save of {uid}", fault))
         self._save_fault = fault
 
 

@@ -8,7 +8,6 @@ a dimension, S the shape of a sample, D values of a sample.
 """
 
 import asyncio
-import contextlib
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from typing import Any, TypeAlias
@@ -28,7 +27,6 @@ from colab_swarm.tensors.codecs import Floats, all_finite
 
 logger = logging.getLogger(__name__)
 ATTEMPTS = 2
-MIN_WITNESSES = 3  # with fewer answers an outlier cannot be identified
 Places: TypeAlias = npt.NDArray[np.intp]
 
 
@@ -119,17 +117,16 @@ class RemoteExpert(nn.Module):
 
     def info(self) -> ExpertInfo:
         """Return its current host, shape and step; raise `ExpertError` if no host was found in time."""
-        return self._calls.runtime.call(self._find())
-
-    async def _find(self) -> ExpertInfo:
-        info = None
-        timeout_s = self._calls.timeout_s
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(timeout_s):
-                info = await self._calls.directory.find(self.grid, self.uid)
+        calls = self._calls
+        try:
+            info = calls.runtime.call(
+                asyncio.wait_for(calls.directory.find(self.grid, self.uid), calls.timeout_s)
+            )
+        except TimeoutError:
+            info = None
         if info is None:
             raise ExpertError(
-                f"no peer hosts {self.uid}, or it was not found in {timeout_s:g} s: "
+                f"no peer hosts {self.uid}, or it was not found in {calls.timeout_s:g} s: "
                 "host it, or wait until a peer takes it over"
             )
         return info
@@ -140,12 +137,8 @@ class RemoteExpert(nn.Module):
         info = self.info()
         calls = self._calls
         sample = inputs.shape[-len(info.shape) :]
-        fits = inputs.ndim >= len(info.shape)
-        if fits:
-            sides = zip(info.shape, sample, strict=True)
-            fits = all(expected in (-1, side) for expected, side in sides)
         text = f"{self.uid} takes samples of shape {info.shape}, not {tuple(inputs.shape)}"
-        require(fits, text)
+        require(fits(sample, info.shape), text)
         if not inputs.numel():
             return inputs
         with torch.autocast(inputs.device.type, enabled=False):
@@ -171,8 +164,6 @@ class MixtureOfExperts(nn.Module):
         k_min: answers per sample to wait for as long as they can arrive.
         grace_s: how long to wait for the other answers after that; later ones count as failed.
         sequences: a sample is a sequence, sent to experts as one and scored by its mean.
-        reject_outliers: drop an answer for a sample that is over this many times the median distance
-            away from the coordinate-wise median of all its answers, given three or more.
     """
 
     def __init__(
@@ -185,12 +176,9 @@ class MixtureOfExperts(nn.Module):
         k_min: int = 1,
         grace_s: float = 5.0,
         sequences: bool = False,
-        reject_outliers: float | None = None,
     ) -> None:
         require(1 <= k_min <= k, f"k={k}, k_min={k_min}: call at least one expert, wait for at most k")
         require(grace_s >= 0, f"grace_s={grace_s}: give seconds, 0 or more")
-        text = f"reject_outliers={reject_outliers}: must be over 1; try 5"
-        require(reject_outliers is None or reject_outliers > 1, text)
         super().__init__()
         self.gating = Gating(dim, grid.sides)
         self.grid = grid
@@ -199,7 +187,6 @@ class MixtureOfExperts(nn.Module):
         self.k_min = k_min
         self.grace_s = grace_s
         self.sequences = sequences
-        self.reject_outliers = reject_outliers
         self.balance_loss: Tensor = torch.zeros(())
         """Of the last forward pass: add a small multiple to your loss to spread the work over the experts."""
         self._calls = calls
@@ -225,13 +212,9 @@ class MixtureOfExperts(nn.Module):
         Raises `NoExpertsError` if no expert is live, or none answered for any sample; `ValueError` if inputs do not
         fit this layer or the experts, or are not finite.
         """
-        sample_axes = 1
-        least_axes = 1
-        leading = "..."
-        if self.sequences:
-            sample_axes = 2
-            least_axes = 3
-            leading = "batch, length"
+        sample_axes = 2 if self.sequences else 1
+        least_axes = 3 if self.sequences else 1
+        leading = "batch, length" if self.sequences else "..."
         require(
             inputs.ndim >= least_axes and inputs.shape[-1] == self.dim,
             f"inputs of {self.grid} must be of shape ({leading}, {self.dim}), not {tuple(inputs.shape)}",
@@ -315,8 +298,6 @@ class _Batch:
         if len(rows):
             logger.warning("%d samples pass %s unchanged: %s", len(rows), self._grid, self._fault)
         self._calls.count(unanswered=len(rows))
-        if self._layer.reject_outliers is not None:
-            self._reject(self._layer.reject_outliers)
 
     async def _choose(self, rows: Places, scores: Sequence[Floats]) -> None:
         self.experts_BK[rows] = -1
@@ -403,20 +384,8 @@ class _Batch:
         if pending:
             await asyncio.wait(pending, timeout=self._layer.grace_s)
 
-    def _reject(self, factor: float) -> None:
-        judged = np.flatnonzero(self.answered_BK.sum(1) >= MIN_WITNESSES)
-        answered_BK = self.answered_BK[judged]
-        outputs_BKV = self.outputs_BKS[judged].reshape(*answered_BK.shape, -1)
-        outputs_BKV = np.where(answered_BK[:, :, None], outputs_BKV, np.nan)
-        centre_BV = np.nanmedian(outputs_BKV, axis=1, keepdims=True)
-        distances_BK = np.sqrt(np.square(outputs_BKV - centre_BV).mean(2))
-        limit_B = factor * np.nanmedian(distances_BK, axis=1, keepdims=True)
-        outliers_BK = answered_BK & (distances_BK > limit_B)
-        self.answered_BK[judged] &= ~outliers_BK
-        self._calls.count(outliers=int(outliers_BK.sum()))
-
     async def backward(self, grads_BKS: Floats) -> Floats:
-        groups = [*self._groups(self.answered_BK)]  # not rejected outliers
+        groups = [*self._groups(self.answered_BK)]
         if not all_finite(grads_BKS):  # the experts must not receive it, the caller's optimizer may
             self._calls.count(lost_gradients=len(groups))
             return np.full_like(self._inputs_BS, np.nan)

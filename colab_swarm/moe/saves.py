@@ -29,6 +29,7 @@ from colab_swarm.moe.grid import MAX_HOLDERS, Grid, Index
 from colab_swarm.net.peers import (
     UNDECODABLE,
     Ack,
+    Buffer,
     Contact,
     Message,
     PeerId,
@@ -108,7 +109,7 @@ class ReplicaStore:
             require(blob.nbytes <= room_bytes or save.owner == self._me, text, StateError)
             # the record first: at the next start one without its file is dropped
             write_file(path.with_suffix(".save"), [msgspec.msgpack.encode(save)])
-            write_file(path, [memoryview(blob)])
+            write_file(path, [blob.data])
             self._saves[path] = save
             same = [
                 other for other, one in self._saves.items() if (one.owner, one.uid) == (save.owner, save.uid)
@@ -280,7 +281,12 @@ class ExpertSaves:
 
     async def _send(self, ask: FetchSave, stream: Stream) -> None:
         sent = self._sent.get(ask.root)
-        read = sent.read if sent else partial(asyncio.to_thread, self.store.read, ask.root)
+
+        async def read(digest: bytes) -> Buffer | None:
+            if sent:
+                return sent.chunks.get(digest)
+            return await asyncio.to_thread(self.store.read, ask.root, digest)
+
         await send_chunks(ask, stream, read)
 
     def due(self, uid: str, step: int, others: Set[PeerId], copies: int) -> bool:

@@ -12,7 +12,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from itertools import chain
 from statistics import fmean
 from typing import Any, Generic, TypeVar
@@ -75,6 +75,7 @@ class _Run(Generic[Batch]):
         self.result = replace(self.result, **changes, seconds=time.monotonic() - self.began)
 
 
+@dataclass(repr=False, eq=False)
 class AsyncTrainer(Generic[Batch]):
     """Applies the gradients of many batches to one model, each as soon as it is ready.
 
@@ -92,33 +93,26 @@ class AsyncTrainer(Generic[Batch]):
         on_update: called after each update, while no other thread uses model and optimizer.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        loss: Callable[[nn.Module, Batch], Tensor],
-        optimizer: Optimizer,
-        *,
-        concurrency: int = 8,
-        max_grad_norm: float | None = None,
-        patience_s: float = 300.0,
-        progress: bool = True,
-        on_update: Callable[[TrainerResult], object] | None = None,
-    ) -> None:
-        require(concurrency >= 1, f"concurrency={concurrency}: at least one batch must be in flight")
-        self._model = model
-        self._loss = loss
-        self._optimizer = optimizer
-        self._concurrency = concurrency
-        self._max_grad_norm = max_grad_norm
-        self._patience_s = patience_s
-        self._progress = progress
-        self._on_update = on_update
-        self._counts_samples = "samples" in inspect.signature(optimizer.step).parameters
+    model: nn.Module
+    loss: Callable[[nn.Module, Batch], Tensor]
+    optimizer: Optimizer
+    _: KW_ONLY
+    concurrency: int = 8
+    max_grad_norm: float | None = None
+    patience_s: float = 300.0
+    progress: bool = True
+    on_update: Callable[[TrainerResult], object] | None = None
+    # of the last `fit`, even after an interrupt
+    result: TrainerResult = field(default=TrainerResult(), init=False)
+
+    def __post_init__(self) -> None:
+        text = f"concurrency={self.concurrency}: at least one batch must be in flight"
+        require(self.concurrency >= 1, text)
+        self._counts_samples = "samples" in inspect.signature(self.optimizer.step).parameters
         self._lock = threading.Lock()  # of model, optimizer and the run's result
-        self.result = TrainerResult()  # of the last `fit`, even after an interrupt
 
     def __repr__(self) -> str:
-        return f"AsyncTrainer({self._concurrency} batches in flight; {self.result})"
+        return f"AsyncTrainer({self.concurrency} batches in flight; {self.result})"
 
     def fit(self, batches: Iterable[Batch]) -> TrainerResult:
         """Train on every batch once.
@@ -126,9 +120,9 @@ class AsyncTrainer(Generic[Batch]):
         Ctrl-C drops the batches in flight and leaves the model after its last complete update.
         """
         run = _Run(iter(batches))
-        replicas = [copy.deepcopy(self._model) for _ in range(self._concurrency)]
         threads = []
-        for replica in replicas:
+        for _ in range(self.concurrency):
+            replica = copy.deepcopy(self.model)
             thread = threading.Thread(target=self._work, args=(run, replica), name="trainer", daemon=True)
             threads.append(thread)
         try:
@@ -137,8 +131,10 @@ class AsyncTrainer(Generic[Batch]):
             for thread in threads:
                 while thread.is_alive() and run.error is None:
                     thread.join(POLL_S)
-                    self._show(run, end=" ")
-            self._show(run, end="\n")
+                    if self.progress:
+                        print(f"\r{run.result}", end=" ", flush=True)
+            if self.progress:
+                print(f"\r{run.result}")
         finally:
             with self._lock:  # a running update finishes, no other starts
                 run.stopped.set()
@@ -147,10 +143,6 @@ class AsyncTrainer(Generic[Batch]):
         if run.error is not None:
             raise run.error
         return self.result
-
-    def _show(self, run: _Run[Batch], *, end: str) -> None:
-        if self._progress:
-            print(f"\r{run.result}", end=end, flush=True)
 
     def _work(self, run: _Run[Batch], replica: nn.Module) -> None:
         try:
@@ -165,15 +157,15 @@ class AsyncTrainer(Generic[Batch]):
         while not run.stopped.is_set():
             replica.zero_grad(set_to_none=True)
             with self._lock, torch.no_grad():
-                theirs, ours = (chain(m.parameters(), m.buffers()) for m in (replica, self._model))
+                theirs, ours = (chain(m.parameters(), m.buffers()) for m in (replica, self.model))
                 for there, here in zip(theirs, ours, strict=True):
                     there.copy_(here)
                 version = run.result.updates
             try:
-                loss = self._loss(replica, batch)
+                loss = self.loss(replica, batch)
                 loss.backward()  # type: ignore[no-untyped-call]
             except (PeerError, NoExpertsError) as error:
-                if time.monotonic() - max(tried_at, run.last_success) > self._patience_s:
+                if time.monotonic() - max(tried_at, run.last_success) > self.patience_s:
                     raise
                 logger.info("retrying a batch: %s", error)
                 with self._lock:
@@ -187,7 +179,7 @@ class AsyncTrainer(Generic[Batch]):
         self, run: _Run[Batch], replica: nn.Module, version: int, samples: int | None, loss: float
     ) -> None:
         norm = clip_grad_norm_(
-            replica.parameters(), math.inf if self._max_grad_norm is None else self._max_grad_norm
+            replica.parameters(), math.inf if self.max_grad_norm is None else self.max_grad_norm
         )
         with self._lock:
             if run.stopped.is_set():
@@ -195,11 +187,11 @@ class AsyncTrainer(Generic[Batch]):
             if not math.isfinite(norm):
                 run.count(dropped=run.result.dropped + 1)
                 return
-            for here, there in zip(self._model.parameters(), replica.parameters(), strict=True):
+            for here, there in zip(self.model.parameters(), replica.parameters(), strict=True):
                 here.grad = there.grad
                 there.grad = None
             with torch.no_grad():
-                for buffer, newer in zip(self._model.buffers(), replica.buffers(), strict=True):
+                for buffer, newer in zip(self.model.buffers(), replica.buffers(), strict=True):
                     buffer.copy_(newer)
             more: dict[str, Any] = {}
             if self._counts_samples:
@@ -207,8 +199,8 @@ class AsyncTrainer(Generic[Batch]):
                 # Else the optimizer says what to pass.
                 if samples is not None:
                     more["samples"] = samples
-            self._optimizer.step(**more)
-            self._optimizer.zero_grad(set_to_none=True)
+            self.optimizer.step(**more)
+            self.optimizer.zero_grad(set_to_none=True)
             run.losses.append(loss)
             run.last_success = time.monotonic()
             last = run.result
@@ -219,5 +211,5 @@ class AsyncTrainer(Generic[Batch]):
                 loss=fmean(run.losses),
                 mean_staleness=(last.mean_staleness * last.updates + staleness) / (last.updates + 1),
             )
-            if self._on_update is not None:
-                self._on_update(run.result)
+            if self.on_update is not None:
+                self.on_update(run.result)

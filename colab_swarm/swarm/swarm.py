@@ -380,8 +380,8 @@ class Swarm(contextlib.AbstractContextManager["Swarm"]):
         """Return a layer (..., dim) -> (..., dim) of the swarm's experts; see `MixtureOfExperts`.
 
         ``prefix`` and ``grid`` are as given to `host_experts`; ``k`` experts are called per sample.
-        ``settings`` are ``k_min``, ``grace_s``, ``sequences``, ``reject_outliers`` of
-        `MixtureOfExperts`; ``compression``, ``timeout_s`` of `ExpertCalls`. A ValueError if unusable.
+        ``settings`` are ``k_min``, ``grace_s``, ``sequences`` of `MixtureOfExperts`; ``compression``,
+        ``timeout_s`` of `ExpertCalls`. A ValueError if unusable.
         """
         return self._use_experts().mixture(prefix, grid, dim, k=k, **settings)
 
