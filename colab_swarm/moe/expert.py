@@ -15,7 +15,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -31,10 +31,11 @@ from colab_swarm.moe.blocks import PaperTransformerBlock
 from colab_swarm.moe.grid import MAX_HOLDERS, Grid
 from colab_swarm.runtime import free_ram_bytes
 from colab_swarm.tensors.device import carry_in
-from colab_swarm.tensors.statedict import flatten, unflatten
+from colab_swarm.tensors.statedict import flatten
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
+Kind: TypeAlias = tuple[torch.dtype, tuple[int, ...]]
 ANY_LENGTH = -1
 USABLE = 0.8  # share of the free memory to use: fragmentation and other programs take the rest
 UNKNOWN_FREE_BYTES = 2 << 30
@@ -263,16 +264,21 @@ def _joined(parts: list[Tensor]) -> Tensor:
     return torch.cat(parts)
 
 
+def kinds_of(state: Any) -> dict[str, Kind]:
+    """Return the type and the shape of each tensor of a state; raise `TypeError` if it cannot be saved."""
+    tensors, _ = flatten(state)
+    return {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
+
+
 @dataclass(frozen=True)
 class ExpertModel:
-    """Memory that experts of one kind need, in bytes, and the structure of their state."""
+    """Memory that experts of one kind need, in bytes, and what their state consists of."""
 
     each: int  # weights, buffers and optimizer state of one expert
     gradients: int  # of one expert
     sample: int  # activations that the backward pass keeps per sample
     state_bytes: int = 0  # upper bound of a save's size
-    # the state of an expert after one step; its tensors have shapes but no values
-    state: Mapping[str, Any] = field(default_factory=dict)
+    kinds: Mapping[str, Kind] = field(default_factory=dict)  # of the tensors of its state, after one step
 
     def experts_that_fit(self, free_bytes: int, *, max_batch_size: int) -> tuple[int, str]:
         """Return how many experts fit into ``free_bytes``, 0 to `MOST`, and the arithmetic."""
@@ -315,19 +321,15 @@ def measure(expert: Expert) -> ExpertModel:
             f"{type(module).__name__} failed on a batch of shape {shape}: {error}; "
             "an expert maps (n, *sample) to the same shape, float32, and has gradients"
         ) from error
-    # raises now if the state cannot be saved
-    tensors, skeleton = flatten(expert.state_dict())
-    each = 0
-    without_memory = {}
-    for name, tensor in tensors.items():
-        each += tensor.nbytes
-        without_memory[name] = tensor.to("meta")
+    state = expert.state_dict()
+    kinds = kinds_of(state)  # raises now if the state cannot be saved
+    each = sum(tensor.nbytes for tensor in flatten(state)[0].values())
     return ExpertModel(
         each=each,
         gradients=sum(parameter.nbytes for parameter in module.parameters() if parameter.requires_grad),
         sample=(sum(activations.values()) + 4 * 4 * math.prod(shape)) // MEASURED_SAMPLES,
         state_bytes=each + _MOST_HEAD_BYTES,
-        state=unflatten(without_memory, skeleton),
+        kinds=kinds,
     )
 
 
@@ -421,21 +423,3 @@ def plan_host(
     capacity = max(number, min(number + plan.spare, fit))
     why = f"hosting {number} experts, and up to {capacity} when other hosts die; {why}"
     return replace(plan, count=number, capacity=capacity, arithmetic=why)
-
-
-def check_fit(found: Any, model: Any, path: str = "") -> None:
-    """Raise `StateError` unless ``found`` has the shapes of ``model``, which took a step, and no more entries."""
-    match found, model:
-        case torch.Tensor(), torch.Tensor() if found.shape == model.shape and found.dtype == model.dtype:
-            pass
-        case Mapping(), Mapping() if found.keys() <= model.keys():
-            for key in found:
-                check_fit(found[key], model[key], f"{path}/{key}")
-        case list() | tuple(), list() | tuple() if len(found) == len(model):
-            check_fit(dict(enumerate(found)), dict(enumerate(model)), path)
-        case None, _ if path:  # created by the first step
-            pass
-        case bool() | int() | float() | str() | bytes(), None | bool() | int() | float() | str() | bytes():
-            pass
-        case _:
-            raise StateError(f"the saved state does not fit this expert at {path or '/'!r}: another class?")

@@ -24,7 +24,7 @@ from colab_swarm.errors import PeerError, StateError, require
 from colab_swarm.events import ExpertHosted, Fault, Notice
 from colab_swarm.moe.calls import ExpertCalls, ExpertServer, ExpertStatistics
 from colab_swarm.moe.directory import Directory
-from colab_swarm.moe.expert import Expert, HostPlan, check_fit, dtype_named, plan_host
+from colab_swarm.moe.expert import Expert, HostPlan, dtype_named, kinds_of, plan_host
 from colab_swarm.moe.grid import ExpertInfo, Grid
 from colab_swarm.moe.layer import MixtureOfExperts, RemoteExpert
 from colab_swarm.moe.saves import ExpertSaves, ReplicaStore, SavePlace
@@ -197,9 +197,8 @@ class ExpertHost(AbstractContextManager["ExpertHost"]):
             try:
                 saved = await self._saves.fetch(uid, place, limit_bytes=self.plan.model.state_bytes)
                 state = await asyncio.to_thread(unpack, saved.blob)
-                check_fit(state, self.plan.model.state)
-                require(state.get("step") == place.step, "the state is not of the claimed step", StateError)
                 expert = await self._server.run(device, partial(self._build, uid, device, state))
+                require(expert.step == place.step, "the state is not of the claimed step", StateError)
             except StateError as error:
                 logger.warning("skipped the save of %s at step %d: %s", uid, place.step, error)
                 continue
@@ -218,6 +217,8 @@ class ExpertHost(AbstractContextManager["ExpertHost"]):
         expert = Expert(uid, plan.make(), plan.rule, plan.sample, device, dtype_named(plan.dtype, device))
         if state is not None:
             expert.load_state_dict(state)
+            fits = kinds_of(expert.state_dict()).items() <= plan.model.kinds.items()
+            require(fits, "the saved state does not fit this expert: another class?", StateError)
         return expert
 
     async def _announce(self) -> None:

@@ -26,6 +26,7 @@ from colab_swarm.moe.expert import (
     dtype_named,
     measure,
 )
+from colab_swarm.tensors.statedict import pack, unpack
 from tests.moe.local import Function
 
 ADAM = ExpertRule(
@@ -74,6 +75,15 @@ def test_backward_steps_as_a_training_loop_would(norm: float) -> None:
         optimizer.zero_grad()
         assert leaf.grad is not None and torch.equal(ours.backward(inputs, grads), leaf.grad.cpu())
     assert ours.step == 5 and equal(values(ours), dict(module.cpu().state_dict()))
+
+
+def test_an_expert_continues_from_its_save_with_equal_results() -> None:
+    old, new = expert(), expert()
+    for step in range(3):
+        old.backward(batch(step), batch(100 + step))
+    new.load_state_dict(unpack(pack(old.state_dict())))
+    assert torch.equal(old.backward(batch(0), batch(1)), new.backward(batch(0), batch(1)))
+    assert equal(values(old), values(new)) and new.step == 4
 
 
 def test_forward_changes_nothing_not_even_batch_statistics() -> None:
@@ -277,7 +287,7 @@ def test_adam_takes_two_more_values_for_each_weight() -> None:
     model = measure(expert(nn.Linear(64, 64), ExpertRule(torch.optim.Adam), (64,)))
     weights = 4 * (64 * 64 + 64)
     assert model.gradients == weights and 3 * weights <= model.each <= 3 * weights + 16
-    assert model.state["step"] == 1 and model.state_bytes >= 3 * weights
+    assert model.kinds["module/weight"] == (torch.float32, (64, 64)) and model.state_bytes >= 3 * weights
 
 
 def test_the_backward_pass_keeps_what_layers_of_it_keep() -> None:

@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import random
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,9 @@ from colab_swarm.moe.grid import Grid
 from colab_swarm.moe.host import ExpertHost, SwarmExperts
 from colab_swarm.moe.saves import SavePlace, SaveRecord
 from colab_swarm.sim.runtime import SimRuntime
-from tests.moe.hosts import GRID, PLAN, Member, Run, host_of, make, saved, train
+from colab_swarm.tensors.chunks import Snapshot
+from colab_swarm.tensors.statedict import pack, unpack
+from tests.moe.hosts import GRID, PLAN, Member, Run, host_of, make, train
 from tests.moe.local import calls_of
 
 EXPIRED_S = 120.0  # twice the life of an announcement, with checks for dead hosts in between
@@ -115,21 +117,38 @@ async def test_a_host_that_stops_loses_nothing_and_is_not_called_any_more(run: R
     await hosting.close()
 
 
-async def test_a_false_claim_is_skipped_in_favour_of_a_real_save(run: Run) -> None:
+def with_wide_moments(state: dict[str, Any]) -> dict[str, Any]:
+    state["optimizer"]["state"][0]["exp_avg"] = torch.zeros(1 << 10)
+    return state
+
+
+SPOILT: list[Callable[[dict[str, Any]], Any]] = [
+    lambda state: [1, 2],
+    lambda state: state | {"step": 8},
+    lambda state: state | {"module": FeedForward(4, 9).state_dict()},
+    with_wide_moments,
+]
+
+
+@pytest.mark.parametrize("spoil", SPOILT)
+async def test_a_false_claim_is_skipped_in_favour_of_a_real_save(
+    run: Run, spoil: Callable[[dict[str, Any]], Any]
+) -> None:
     await run.host("alice", 1)
     _, bob = await run.host("bob", 1)
     (uid,) = bob.experts
     await saved_by(bob, 3)
+    state = unpack(pack(bob.experts[uid].state_dict() | {"step": 9}))
+    lies = Snapshot.of(uid.encode(), 9, pack(spoil(state)))  # it is there, and its hash matches
     mallory = await run.join("mallory")
-    lies = saved(uid, step=10**9, size=100)  # it is there, and its hash matches: only the state does not fit
     await mallory.resources.saves.write(lies)
-    place = SavePlace(10**9, lies.root, (mallory.peers.contact,))
+    place = SavePlace(9, lies.root, (mallory.peers.contact,))
     await mallory.services.dht.publish(f"run/experts/{uid}/save", SaveRecord((place,)), ttl_s=6000)
     run.network.now().crash("bob")
     await asyncio.sleep(EXPIRED_S)
     carol, _ = await run.host("carol", 1)
     assert hosted(carol) == [(uid, 3, True)] and run.network.fired
-    assert [place.step for _, place in await carol.resources.saves.claims(uid)] == [10**9, 3]
+    assert [place.step for _, place in await carol.resources.saves.claims(uid)] == [9, 3]
 
 
 async def test_an_expert_that_both_sides_of_a_partition_host_stays_at_the_earlier_host(run: Run) -> None:

@@ -4,14 +4,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
 from colab_swarm.errors import StateError
-from colab_swarm.moe.blocks import FeedForward
-from colab_swarm.moe.expert import Expert, ExpertRule, check_fit
 from colab_swarm.moe.saves import ReplicaStore, Save
 from colab_swarm.tensors.chunks import Snapshot, digest_of
-from colab_swarm.tensors.statedict import pack, unpack
 
 ALICE, BOB = b"a" * 32, b"b" * 32
 
@@ -69,40 +65,3 @@ def test_a_full_disk_is_an_error_and_leaves_no_partial_file(tmp_path: Path) -> N
     with pytest.raises(StateError, match=r"cannot write .* name another folder"):
         put(store, b"weights")
     assert not store.saves() and not [*tmp_path.rglob("*.partial")]
-
-
-RULE = ExpertRule(
-    lambda parameters: torch.optim.Adam(parameters, lr=1e-2),
-    lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 2),
-)
-
-
-def expert(*, steps: int = 0, dim: int = 8, hidden: int = 16) -> Expert:
-    made = Expert("ffn.0", FeedForward(dim, hidden), RULE, (dim,))
-    for _ in range(steps):
-        made.backward(torch.rand(4, dim), torch.rand(4, dim))
-    return made
-
-
-def test_an_expert_continues_from_its_save_with_equal_results() -> None:
-    old = expert(steps=3)
-    new = expert()
-    new.load_state_dict(unpack(pack(old.state_dict())))
-    inputs, grads = torch.rand(4, 8), torch.rand(4, 8)
-    assert torch.equal(old.backward(inputs, grads), new.backward(inputs, grads))
-    assert torch.equal(old.forward(inputs), new.forward(inputs)) and new.step == 4
-
-
-def test_a_state_of_other_shapes_or_with_more_in_it_does_not_fit() -> None:
-    model = expert(steps=1).state_dict()
-    for equal in (expert(), expert(steps=2)):  # before and after the first step
-        check_fit(equal.state_dict(), model)
-    with pytest.raises(StateError, match=r"does not fit this expert at '/module/layers.0.weight'"):
-        check_fit(expert(hidden=17).state_dict(), model)
-    twisted = expert(steps=1).state_dict()
-    twisted["optimizer"]["state"][0]["exp_avg"] = torch.zeros(1 << 20)
-    with pytest.raises(StateError, match="/optimizer/state/0/exp_avg"):
-        check_fit(twisted, model)
-    for wrong in (model | {"more": 1}, None):
-        with pytest.raises(StateError):
-            check_fit(wrong, model)
