@@ -122,20 +122,19 @@ class Expert:
         self._parameters = [p for p in module.parameters() if p.requires_grad]
         self._part_bytes = BatchLimits.max_batch_bytes
         # torch refuses an optimizer without parameters
-        if self._parameters:
-            optimizer = rule.optimizer(self._parameters)
-        else:
-            optimizer = None
-        if rule.scheduler and optimizer:
-            scheduler = rule.scheduler(optimizer)
-        else:
-            scheduler = None
+        optimizer = rule.optimizer(self._parameters) if self._parameters else None
+        scheduler = rule.scheduler(optimizer) if rule.scheduler and optimizer else None
         self._learning: dict[str, Any] = {"optimizer": optimizer, "scheduler": scheduler}
 
     @torch.no_grad()
     def forward(self, inputs: Tensor) -> Tensor:
         """Return the outputs for ``inputs`` (n, *shape), on the device; nothing changes, not even buffers."""
-        return self._in_parts(self._outputs, inputs)
+
+        def outputs(samples: int, inputs: Tensor) -> Tensor:
+            parts = torch.split(inputs, samples)
+            return _joined([self._call(carry_in(part, self.device), self._buffers()) for part in parts])
+
+        return self._in_parts(outputs, inputs)
 
     def backward(self, inputs: Tensor, grads: Tensor) -> Tensor:
         """Take one step, given the loss's gradient w.r.t. the outputs; return that w.r.t. ``inputs``, on the device.
@@ -148,16 +147,11 @@ class Expert:
             norm = clip_grad_norm_(
                 self._parameters, math.inf if self._rule.max_grad_norm is None else self._rule.max_grad_norm
             )
-            changes_are_finite = True
-            for name, old in self.module.named_buffers():
-                # a constant mask may hold infinities
-                usable = buffers[name].isfinite() | (buffers[name] == old)
-                changes_are_finite = changes_are_finite and bool(usable.all())
-            require(
-                norm.isfinite() and changes.isfinite().all() and changes_are_finite,
-                f"{self.uid}: these tensors lead to values that are not finite",
-                FloatingPointError,
-            )
+            # a constant mask may hold infinities
+            olds = self.module.named_buffers()
+            usable = [(buffers[name].isfinite() | (buffers[name] == old)).all() for name, old in olds]
+            if not (norm.isfinite() and changes.isfinite().all() and all(usable)):
+                raise FloatingPointError(f"{self.uid}: these tensors lead to values that are not finite")
             with torch.no_grad():
                 for name, buffer in self.module.named_buffers():
                     buffer.copy_(buffers[name])
@@ -201,10 +195,6 @@ class Expert:
             self._part_bytes = samples // 2 * each_bytes
             torch.cuda.empty_cache()
             logger.warning("%s: no memory for %d samples at once, now half of it", self.uid, samples)
-
-    def _outputs(self, samples: int, inputs: Tensor) -> Tensor:
-        parts = torch.split(inputs, samples)
-        return _joined([self._call(carry_in(part, self.device), self._buffers()) for part in parts])
 
     def _gradients(
         self, scale: float, samples: int, inputs: Tensor, grads: Tensor
@@ -291,11 +281,7 @@ class ExpertModel:
 
 
 def _usual(sample: Sequence[int]) -> tuple[int, ...]:
-    sides = list(sample)
-    for axis, side in enumerate(sides):
-        if side == ANY_LENGTH:
-            sides[axis] = 128
-    return tuple(sides)
+    return tuple(128 if side == ANY_LENGTH else side for side in sample)
 
 
 def measure(expert: Expert) -> ExpertModel:
@@ -396,10 +382,7 @@ def plan_host(
     chosen = devices_named(devices)
     module = make_expert()
     rule = rule or ADAM
-    if sample is None:
-        shape = getattr(module, "sample", None)
-    else:
-        shape = sample
+    shape = getattr(module, "sample", None) if sample is None else sample
     if not isinstance(shape, Sequence):
         raise ValueError(
             f"unknown samples of {type(module).__name__}. Say sample=(512,), or sample=(-1, 512) for any length"
@@ -415,10 +398,7 @@ def plan_host(
         uids = tuple(dict.fromkeys(map(grid.uid, map(grid.index, count))))
         return replace(plan, count=len(uids), capacity=len(uids), uids=uids, arithmetic=why)
     require(count is not None or fit, f"{why}. Use smaller experts, or give count=1 to try")
-    if count is None:
-        number = max(1, int(0.75 * fit))
-    else:
-        number = min(count, grid.size)
+    number = max(1, int(0.75 * fit)) if count is None else min(count, grid.size)
     require(number >= 1, f"count={count}: host at least one expert")
     capacity = max(number, min(number + plan.spare, fit))
     why = f"hosting {number} experts, and up to {capacity} when other hosts die; {why}"

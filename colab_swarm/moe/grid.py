@@ -194,10 +194,10 @@ def announced(
         except msgspec.ValidationError:
             continue
         contact = Contact(peer, row.addresses)
-        until = now + record.expires_at - swarm_time
         if not is_sound(contact):
             continue
-        infos = by_host.setdefault(contact.id, {})
+        until = now + record.expires_at - swarm_time
+        infos = by_host.setdefault(peer, {})
         for place in row.places:
             index = page.index_at(place.index)
             if index is not None:

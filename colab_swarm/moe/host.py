@@ -283,22 +283,17 @@ class ExpertsSnapshot:
     over: bool = False  # whether this peer has left
 
 
+@dataclass(eq=False)
 class ExpertsWatch:
     """Follows the experts of one grid; ``served`` returns the statistics of this peer's, on the event loop."""
 
-    def __init__(
-        self,
-        runtime: Runner,
-        me: PeerId,
-        directory: Directory,
-        grid: Grid,
-        served: Callable[[], dict[str, ExpertStatistics]],
-    ) -> None:
-        self._runtime = runtime
-        self._me = me
-        self._directory = directory
-        self._grid = grid
-        self._served = served
+    runtime: Runner
+    me: PeerId
+    directory: Directory
+    grid: Grid
+    served: Callable[[], dict[str, ExpertStatistics]]
+
+    def __post_init__(self) -> None:
         self._listings: deque[list[ExpertInfo]] = deque(maxlen=7)
         self._live: list[LiveExpert] = []
         self._seen: set[str] = set()
@@ -306,35 +301,32 @@ class ExpertsWatch:
         self._fault = ""
         self._closed = False
         self._listing: asyncio.Task[None] | None = None
-        self._last = ExpertsSnapshot(grid)
+        self._last = ExpertsSnapshot(self.grid)
 
     def snapshot(self) -> ExpertsSnapshot:
         """Return the state; for any thread but the event loop's. Waits for no peer."""
         if self._closed:
             return replace(self._last, over=True)
-        return self._runtime.call(self._look())
+        return self.runtime.call(self.look())
 
     def close(self) -> None:
         self._closed = True  # a look that is under way may still replace the last one
 
-    async def _look(self) -> ExpertsSnapshot:
+    async def look(self) -> ExpertsSnapshot:
+        """Return the state, and list the experts again in the background if that was long ago."""
         if loop_now() - self._began_at >= LIST_EVERY_S and (self._listing is None or self._listing.done()):
             self._began_at = loop_now()
             self._listing = asyncio.create_task(self._list(), name="list experts")
-        left_out = self._seen & self._directory.banned()
+        left_out = self._seen & self.directory.banned()
         live = tuple(info for info in self._live if info.uid not in left_out)
-        gone = self._seen - left_out - {info.uid for info in live}
-        served = []
-        for uid, expert in sorted(self._served().items()):
-            if self._grid.contains(uid):
-                served.append(expert)
+        served = self.served()
         self._last = ExpertsSnapshot(
-            self._grid,
+            self.grid,
             live,
             left_out=tuple(sorted(left_out)),
-            dead=tuple(sorted(gone)),
+            dead=tuple(sorted(self._seen - left_out - {info.uid for info in live})),
             listed=bool(self._listings),
-            served=tuple(served),
+            served=tuple(served[uid] for uid in sorted(served) if self.grid.contains(uid)),
             fault=self._fault,
         )
         return self._last
@@ -342,7 +334,7 @@ class ExpertsWatch:
     async def _list(self) -> None:
         try:
             async with asyncio.timeout(60.0):
-                found = await self._directory.live(self._grid)
+                found = await self.directory.live(self.grid)
         except Exception as error:  # shown in the panel, and retried
             logger.info("the experts could not be listed", exc_info=True)
             self._fault = f"{type(error).__name__}: {error}"
@@ -359,10 +351,11 @@ class ExpertsWatch:
         self._live = []
         for info in found:
             share = grown[info.uid] / total if total else None
-            mine = info.host.id == self._me
+            mine = info.host.id == self.me
             self._live.append(LiveExpert(info.uid, short(info.host.id), mine, info.step, share))
 
 
+@dataclass(eq=False)
 class SwarmExperts:
     """A swarm's experts: one directory, at most one host per prefix, and all layers and panels.
 
@@ -370,16 +363,12 @@ class SwarmExperts:
     that stops a host. `host`, `mixture`, `remote` and `panel` do as the methods of `Swarm`.
     """
 
-    def __init__(
-        self,
-        runtime: Runner,
-        services: RunServices,
-        show: Callable[[Callable[[], ExpertsSnapshot], Callable[[], None], bool], Any],
-    ) -> None:
-        self._runtime = runtime
-        self._services = services
-        self._show = show
-        self._directory = runtime.call(on_loop(partial(Directory, services)))
+    runtime: Runner
+    services: RunServices
+    show: Callable[[Callable[[], ExpertsSnapshot], Callable[[], None], bool], Any]
+
+    def __post_init__(self) -> None:
+        self._directory = self.runtime.call(on_loop(partial(Directory, self.services)))
         self._resources: HostResources | None = None
         self._hosts: dict[str, ExpertHost] = {}  # by prefix
         self._watches: dict[Grid, ExpertsWatch] = {}
@@ -398,11 +387,19 @@ class SwarmExperts:
         plan = plan_host(grid, make_expert, **settings)
         if grid.prefix in self._hosts:
             self._hosts.pop(grid.prefix).stop()
-        resources = self._open(folder)
+        where = None if folder is None else Path(folder)
+        if self._resources is None:
+            make = partial(HostResources, self.services, self._directory, where)
+            self._resources = self.runtime.call(on_loop(make))
+            self.runtime.call(self._resources.saves.start())
+        elif where not in (None, self._resources.folder):
+            raise ValueError(
+                f"this peer saves experts in {self._resources.folder}: omit folder=, or leave the swarm first"
+            )
         if settings.get("count") is None:
             print(plan.arithmetic)
-        host = ExpertHost(self._runtime, resources, plan, self._panel)
-        self._runtime.call(host.start())
+        host = ExpertHost(self.runtime, self._resources, plan, self._panel)
+        self.runtime.call(host.start())
         self._hosts[grid.prefix] = host
         return host
 
@@ -424,20 +421,20 @@ class SwarmExperts:
         return RemoteExpert(self._calls(compression, timeout_s), grid, uid)
 
     def panel(self, prefix: str, shape: Sequence[int], leave: Callable[[], None]) -> Any:
-        return self._show(self.watch(Grid(prefix, tuple(map(int, shape)))).snapshot, leave, False)
+        return self.show(self.watch(Grid(prefix, tuple(map(int, shape)))).snapshot, leave, False)
 
     def _panel(self, host: ExpertHost) -> Any:
         def read() -> ExpertsSnapshot:
             snapshot = self.watch(host.grid).snapshot()
             return replace(snapshot, over=snapshot.over or host.stopped)
 
-        return self._show(read, host.stop, True)
+        return self.show(read, host.stop, True)
 
     def watch(self, grid: Grid) -> ExpertsWatch:
         if grid not in self._watches:
             self._watches[grid] = ExpertsWatch(
-                self._runtime,
-                self._services.peers.id,
+                self.runtime,
+                self.services.peers.id,
                 self._directory,
                 grid,
                 lambda: {} if self._resources is None else self._resources.server.statistics(),
@@ -451,8 +448,8 @@ class SwarmExperts:
             host.stop()
         self._hosts.clear()
         if self._resources is not None:
-            self._runtime.call(self._resources.close())
-        self._runtime.call(self._directory.close())
+            self.runtime.call(self._resources.close())
+        self.runtime.call(self._directory.close())
 
     def kill(self) -> None:
         """End as a killed process would. For simulated crashes, on the runtime's loop."""
@@ -460,17 +457,5 @@ class SwarmExperts:
             host.kill()
 
     def _calls(self, compression: str, timeout_s: float) -> ExpertCalls:
-        peers = self._services.peers
-        return ExpertCalls(peers, self._directory, self._runtime, codec=compression, timeout_s=timeout_s)
-
-    def _open(self, folder: str | Path | None) -> HostResources:
-        where = None if folder is None else Path(folder)
-        if self._resources is None:
-            make = partial(HostResources, self._services, self._directory, where)
-            self._resources = self._runtime.call(on_loop(make))
-            self._runtime.call(self._resources.saves.start())
-        elif where not in (None, self._resources.folder):
-            raise ValueError(
-                f"this peer saves experts in {self._resources.folder}: omit folder=, or leave the swarm first"
-            )
-        return self._resources
+        peers = self.services.peers
+        return ExpertCalls(peers, self._directory, self.runtime, codec=compression, timeout_s=timeout_s)

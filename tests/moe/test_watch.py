@@ -27,7 +27,7 @@ def watch_of(member: Member) -> tuple[ExpertsWatch, Directory]:
 
 async def look(watch: ExpertsWatch, after_s: float = 0.0) -> ExpertsSnapshot:
     """Return the snapshot after ``after_s``, reading every half second as a panel does."""
-    read = watch._look
+    read = watch.look
     for _ in range(int(2 * after_s)):
         await read()
         await asyncio.sleep(0.5)
