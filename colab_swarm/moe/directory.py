@@ -175,7 +175,7 @@ class Directory:
         mine = self._mine.get(grid, {})
         claims = {index: mine[index].claimed_ms for index in map(grid.index, uids) if index in mine}
         pages = {index: GridPage.of(grid, index) for index in claims}
-        listings = await self._cache.get(set(pages.values()), fresh=True)
+        listings = await self._cache.get(dict.fromkeys(pages.values()), fresh=True)
         lost = []
         for index, page in pages.items():
             own_claim = claims[index], self._peers.id

@@ -345,13 +345,11 @@ class _Batch:
         asked_BK = np.zeros_like(self.answered_BK)
         asked_BK[rows] = True
         groups: dict[asyncio.Task[Floats], tuple[ExpertInfo, Places, Places]] = {}
-        samples_of: dict[asyncio.Task[Floats], Places] = {}
         for info, samples, slots in self._groups(asked_BK):
             task = asyncio.create_task(calls.forward(info, self._inputs_BS[samples]))
             groups[task] = info, samples, slots
-            samples_of[task] = samples
         try:
-            await self._wait(samples_of, rows)
+            await self._wait({task: samples for task, (_, samples, _) in groups.items()}, rows)
         finally:
             await end_tasks(*groups)
         for task, (info, *places) in groups.items():

@@ -21,7 +21,6 @@ from colab_swarm.moe.expert import (
     MOST,
     Expert,
     ExpertModel,
-    accelerators,
     devices_named,
     dtype_named,
     measure,
@@ -55,26 +54,30 @@ def equal(some: dict[str, Tensor], others: dict[str, Tensor]) -> bool:
     return some.keys() == others.keys() and all(torch.equal(some[name], others[name]) for name in some)
 
 
-@pytest.mark.parametrize("norm", [0.5, 0.0])
-def test_backward_steps_as_a_training_loop_would(norm: float) -> None:
-    ours = expert(rule=replace(ADAM, max_grad_norm=norm))
+@pytest.mark.parametrize("scale", [1e-3, 1.0, 1e3])
+@pytest.mark.parametrize("rule", [ADAM, replace(ADAM, max_grad_norm=0.0), PAPER_RULE])
+def test_backward_steps_as_a_training_loop_would(rule: ExpertRule, scale: float) -> None:
+    ours = expert(rule=rule)
     torch.manual_seed(0)
-    module = FeedForward(4, 8)
-    assert torch.equal(module(batch(0)), batch(0) + module.layers(batch(0))) and ADAM.scheduler
-    device = accelerators()[0]
-    module.to(device)
-    optimizer = torch.optim.Adam(module.parameters(), lr=0.01)
-    scheduler = ADAM.scheduler(optimizer)
+    module = FeedForward(4, 8).to(ours.device)
+    if rule is PAPER_RULE:
+        optimizer = torch.optim.Adam(module.parameters(), lr=1e-3, amsgrad=True)
+    else:
+        optimizer = torch.optim.Adam(module.parameters(), lr=0.01)
     for step in range(5):
-        inputs, grads = batch(step), batch(100 + step)
-        leaf = inputs.to(device, copy=True).requires_grad_()
-        module(leaf).backward(grads.to(device))
-        nn.utils.clip_grad_norm_(module.parameters(), norm)
+        inputs, grads = batch(step), scale * batch(100 + step)
+        leaf = inputs.to(ours.device, copy=True).requires_grad_()
+        outputs = module(leaf)
+        assert torch.equal(outputs, leaf + module.layers(leaf))
+        outputs.backward(grads.to(ours.device))
+        if rule.max_grad_norm is not None:
+            nn.utils.clip_grad_norm_(module.parameters(), rule.max_grad_norm)
         optimizer.step()
-        scheduler.step()
         optimizer.zero_grad()
-        assert leaf.grad is not None and torch.equal(ours.backward(inputs, grads), leaf.grad.cpu())
-    assert ours.step == 5 and equal(values(ours), dict(module.cpu().state_dict()))
+        if rule.scheduler is not None and step % 2:
+            optimizer.param_groups[0]["lr"] /= 2
+        assert leaf.grad is not None and torch.equal(ours.backward(inputs, grads), leaf.grad)
+    assert ours.step == 5 and equal(values(ours), dict(module.state_dict()))
 
 
 def test_an_expert_continues_from_its_save_with_equal_results() -> None:
@@ -98,13 +101,13 @@ def test_forward_changes_nothing_not_even_batch_statistics() -> None:
     assert not torch.equal(values(one)["1.running_mean"], before["1.running_mean"])
 
 
-@pytest.mark.parametrize(("inputs", "grads"), [(1e30, 1.0), (1.0, 3e38)])
-def test_gradients_that_overflow_leave_the_expert_as_it_was(inputs: float, grads: float) -> None:
+def test_gradients_that_overflow_leave_the_expert_as_it_was() -> None:
     one = expert(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4)))
     before = values(one)
-    with pytest.raises(FloatingPointError, match=r"ffn\.0: .* not finite"):
-        one.backward(inputs * batch(0), grads * batch(1).sign())
-    assert equal(values(one), before) and one.step == 0
+    for inputs, grads in ((1e30, 1.0), (1.0, 3e38)):
+        with pytest.raises(FloatingPointError, match=r"ffn\.0: .* not finite"):
+            one.backward(inputs * batch(0), grads * batch(1).sign())
+        assert equal(values(one), before) and one.step == 0
     one.backward(batch(0), batch(1))
     assert one.step == 1 and all(value.isfinite().all() for value in values(one).values())
 
@@ -187,28 +190,24 @@ def test_experts_of_one_mixture_drop_others_of_equal_samples_and_a_host_that_tak
     outputs = []
     for uid in ("ffn.0", "ffn.1", "ffn.0"):
         torch.manual_seed(0)
-        rule = replace(PAPER_RULE)
-        outputs.append(
-            Expert(uid, nn.Sequential(PaperTransformerBlock(8, 2)), rule, (-1, 8)).forward(batch(0, 2, 5, 8))
-        )
+        block = nn.Sequential(PaperTransformerBlock(8, 2))
+        outputs.append(Expert(uid, block, PAPER_RULE, (-1, 8)).forward(batch(0, 2, 5, 8)))
     first, other, again = outputs
     torch.testing.assert_close(first, again)
     assert not torch.allclose(first, other, atol=0.05)
 
 
-@pytest.mark.parametrize("dropout", [0.1, 0.25, 0.5])
-def test_the_published_block_drops_that_share_and_keeps_the_mean(dropout: float) -> None:
+def test_the_published_block_drops_its_share_and_keeps_the_mean() -> None:
     block = PaperTransformerBlock(8, 2)
-    block.dropout = dropout
     drop = block._drop_of(batch(0, 50, 3, 8))
     first, second = drop(torch.ones(50, 400)), drop(torch.ones(50, 400))
-    assert (first == 0).float().mean() == pytest.approx(dropout, abs=0.02)
+    assert (first == 0).float().mean() == pytest.approx(0.1, abs=0.02)
     assert first.mean() == pytest.approx(1.0, abs=0.03) and not torch.equal(first, second)
 
 
 def test_backward_uses_the_masks_of_the_forward_pass() -> None:
     """The gradient w.r.t. the inputs is that of the very outputs that forward returned."""
-    block = expert(PaperTransformerBlock(8, 2), replace(PAPER_RULE), (-1, 8))
+    block = expert(PaperTransformerBlock(8, 2), PAPER_RULE, (-1, 8))
     inputs, grads = batch(0, 3, 5, 8), batch(1, 3, 5, 8)
     leaf = inputs.to(block.device, copy=True).requires_grad_()
     torch.testing.assert_close(outputs := block.module(leaf), block.forward(inputs))
@@ -217,25 +216,9 @@ def test_backward_uses_the_masks_of_the_forward_pass() -> None:
     torch.testing.assert_close(block.backward(inputs, grads), expected.cpu())
 
 
-@pytest.mark.parametrize(("dim", "heads"), [(8, 3), (8, 16), (1000, 16)])
-def test_a_published_block_whose_heads_do_not_divide_the_width_is_refused(dim: int, heads: int) -> None:
-    with pytest.raises(ValueError, match=f"heads={heads}: the number of heads must divide"):
-        PaperTransformerBlock(dim, heads)
-
-
-@pytest.mark.parametrize("scale", [1e-3, 1.0, 1e3])
-def test_the_published_rule_is_amsgrad_and_does_not_clip(scale: float) -> None:
-    ours = expert(rule=PAPER_RULE)
-    torch.manual_seed(0)
-    module = FeedForward(4, 8).to(ours.device)
-    optimizer = torch.optim.Adam(module.parameters(), lr=1e-3, amsgrad=True)
-    for step in range(3):
-        inputs, grads = batch(step), scale * batch(100 + step)
-        optimizer.zero_grad()
-        module(inputs.to(ours.device)).backward(grads.to(ours.device))
-        optimizer.step()
-        ours.backward(inputs, grads)
-    assert equal(values(ours), dict(module.state_dict()))
+def test_a_published_block_whose_heads_do_not_divide_the_width_is_refused() -> None:
+    with pytest.raises(ValueError, match="heads=3: the number of heads must divide"):
+        PaperTransformerBlock(8, 3)
 
 
 RULE = ExpertRule(partial(torch.optim.SGD, lr=0.1))
@@ -275,9 +258,6 @@ def test_memory_of_one_batch_is_subtracted_and_the_rest_divided(
     model: ExpertModel, free_bytes: int, batch_size: int, fit: int
 ) -> None:
     assert model.experts_that_fit(free_bytes, max_batch_size=batch_size)[0] == fit
-
-
-def test_the_arithmetic_is_one_sentence() -> None:
     assert MODEL.experts_that_fit(2_000_000_000, max_batch_size=1000)[1] == (
         "80% of 2 GB free, less 50 MB to compute a batch of 1,000, divided by 30 MB an expert"
     )
@@ -300,13 +280,6 @@ def test_the_backward_pass_keeps_what_layers_of_it_keep() -> None:
     assert (
         measure(expert(nn.Identity(), sgd, (32,))).sample == 4 * 32 * 4
     )  # and a call four tensors, in and out
-
-
-def test_a_norm_of_zero_clips_everything() -> None:
-    one = expert(rule=ExpertRule(partial(torch.optim.SGD, lr=1.0), max_grad_norm=0.0))
-    before = values(one)
-    one.backward(batch(1), batch(2))
-    assert one.step == 1 and equal(values(one), before)
 
 
 def test_a_batch_that_exceeds_the_memory_is_computed_in_halves_with_equal_results() -> None:

@@ -29,7 +29,7 @@ from colab_swarm.runtime import PauseGate
 from colab_swarm.tensors import device
 from colab_swarm.tensors.codecs import CODECS, Floats, codec_of
 from tests.moe.local import Function, calls_of
-from tests.moe.test_batching import CPU, RULE, SMALL, check_batching, pending, received_call
+from tests.moe.test_batching import CPU, RULE, SMALL, check_batching, received_call
 from tests.net.swarm import peers, start, until
 
 pytestmark = pytest.mark.real_time
@@ -136,21 +136,8 @@ async def test_a_remote_expert_computes_as_a_local_one(codec: str) -> None:
         assert np.abs(back - here(local, inputs, grads)).mean() < near
         counted = server.statistics()["ffn.0"]
         assert (counted.samples, counted.calls, counted.step, counted.queued) == (100, 2, 1, 0)
-        assert counted.latency_s is not None
-
-
-def test_rates_are_means_of_the_last_calls() -> None:
-    served = expert_calls._Served(expert())
-    idle = served.statistics(0, 0.0)
-    assert idle.latency_s is None and idle.batch_size is None and idle.calls_per_s == 0.0
-    served.count([pending(samples=30)], 1.0)
-    assert served.statistics(0, 1.0).calls_per_s == 1.0, "one call is no thousand per second"
-    served.count([pending(samples=10, at=94.0), pending(samples=20, at=95.0)], 98.0)
-    one = served.statistics(3, 101.0)
-    assert (one.calls_per_s, one.samples_per_s, one.batch_size, one.queued) == (0.03, 0.6, 30.0, 3)
-    assert (one.calls, one.samples, one.latency_s) == (3, 60, 3.0)
-    served.count([pending(at=100.0)] * 2 * expert_calls.LAST, 101.0)
-    assert served.statistics(0, 105.0).calls_per_s == expert_calls.LAST / 4
+        assert 0 < counted.calls_per_s <= 2.0, "two calls are no thousand a second"
+        assert counted.latency_s is not None and counted.batch_size == 50
 
 
 async def test_tensors_of_many_parts_and_sequences_of_any_length_arrive_whole() -> None:
@@ -181,26 +168,6 @@ async def test_waiting_calls_are_merged_with_equal_results_and_kinds_never_mix()
         assert np.allclose(np.concatenate(await asyncio.gather(*backward)), expected, atol=1e-6)
         counted = server.statistics()["ffn.0"]
         assert (counted.calls, counted.batch_size, counted.step) == (16, 36.0, 1)
-
-
-async def test_merged_calls_that_exceed_the_memory_are_all_answered() -> None:
-    class Small(Gate):
-        def forward(self, x: Tensor) -> Tensor:
-            if len(x) > 4:
-                self.batches.append(-len(x))
-                raise torch.OutOfMemoryError("no memory")
-            return super().forward(x)
-
-    gate, events = Small(), EventLog()
-    async with hosting(expert(module=gate), events=events) as scene:
-        async with occupied(gate, scene):
-            inputs = [samples(n, seed=n) for n in range(1, 6)]
-            waiting = [asyncio.create_task(scene.calls.forward(info(scene.bob), x)) for x in inputs]
-            await queued(scene.server, 15)
-        for x, outputs in zip(inputs, await asyncio.gather(*waiting), strict=True):
-            assert np.array_equal(outputs, 2 * x)
-        assert gate.batches[:3] == [1, -15, -7] and set(gate.batches[3:]) == {3}
-        assert scene.server.statistics()["ffn.0"].calls == 6 and not events.recent(Fault)
 
 
 async def test_each_device_computes_on_a_thread_of_its_own() -> None:
@@ -292,44 +259,42 @@ async def test_an_error_in_the_experts_code_is_an_event_an_error_at_the_caller_a
         assert np.array_equal(await calls.forward(info(bob), samples(2)), samples(2))
 
 
-REFUSED: dict[str, tuple[ForwardExpert, str]] = {
-    "not hosted": (ForwardExpert("ffn.1", 1, (DIM,), "float32"), "ffn.1 is not hosted here"),
-    "10 GB": (ForwardExpert("ffn.0", 312_500_000, (DIM,), "float32"), "split it"),
-    "10 GB at once": (ForwardExpert("text.0", 1 << 18, (LONGEST, DIM), "float32"), "split it"),
-    "shape": (ForwardExpert("ffn.0", 1, (9,), "float32"), r"takes samples of shape \(8,\), not \(9,\)"),
-    "less than nothing": (ForwardExpert("ffn.0", -5, (DIM,), "float32"), "at least one"),
-    "no length": (ForwardExpert("text.0", 1, (0, DIM), "float32"), "takes samples of shape"),
-    "too long": (ForwardExpert("text.0", 1, (LONGEST + 1, DIM), "float32"), f"for 1 to {LONGEST}"),
-    "any length": (ForwardExpert("text.0", 1, (-1, DIM), "float32"), "takes samples of shape"),
-    "codec": (expert_calls.BackwardExpert("ffn.0", 1, (DIM,), "zip"), "unknown codec 'zip'"),
-}
+REFUSED = [
+    (ForwardExpert("ffn.1", 1, (DIM,), "float32"), "ffn.1 is not hosted here"),
+    (ForwardExpert("ffn.0", 312_500_000, (DIM,), "float32"), "split it"),  # 10 GB
+    (ForwardExpert("text.0", 1 << 18, (LONGEST, DIM), "float32"), "split it"),
+    (ForwardExpert("ffn.0", 1, (9,), "float32"), r"takes samples of shape \(8,\), not \(9,\)"),
+    (ForwardExpert("ffn.0", -5, (DIM,), "float32"), "at least one"),
+    (ForwardExpert("text.0", 1, (0, DIM), "float32"), "takes samples of shape"),
+    (ForwardExpert("text.0", 1, (LONGEST + 1, DIM), "float32"), f"for 1 to {LONGEST}"),
+    (ForwardExpert("text.0", 1, (-1, DIM), "float32"), "takes samples of shape"),
+    (expert_calls.BackwardExpert("ffn.0", 1, (DIM,), "zip"), "unknown codec 'zip'"),
+]
 
 
-@pytest.mark.parametrize("case", REFUSED)
-async def test_impossible_calls_are_refused_before_anything_is_received(case: str) -> None:
-    opening, text = REFUSED[case]
+async def test_impossible_calls_are_refused_before_anything_is_received() -> None:
     async with hosting(expert(), expert("text.0", TransformerBlock(DIM, 2), (-1, DIM))) as scene:
-        stream = await scene.alice.stream(scene.bob.id, opening, timeout_s=5)
-        with pytest.raises(CallRefused, match=text):
-            await stream.receive(Part)
-
-
-@pytest.mark.parametrize(
-    ("sizes", "text"),
-    [
-        *(([31], "a part of 31 bytes, expected 32"), ([64], "a part of 64 bytes")),
-        *(([0], "a part of 0 bytes"), ([32, 32], "more parts")),
-    ],
-)
-async def test_parts_of_the_wrong_size_are_refused(sizes: list[int], text: str) -> None:
-    gate = Gate()
-    async with hosting(expert(module=gate)) as scene:
-        with gate.closed():
-            stream = await opened(scene)
-            for size in sizes:
-                await stream.send(Part(), bytes(size))
+        for opening, text in REFUSED:
+            stream = await scene.alice.stream(scene.bob.id, opening, timeout_s=5)
             with pytest.raises(CallRefused, match=text):
                 await stream.receive(Part)
+
+
+async def test_parts_of_the_wrong_size_are_refused() -> None:
+    gate = Gate()
+    async with hosting(expert(module=gate)) as scene:
+        for sizes, text in (
+            ([31], "a part of 31 bytes, expected 32"),
+            ([64], "a part of 64 bytes"),
+            ([0], "a part of 0 bytes"),
+            ([32, 32], "more parts"),
+        ):
+            with gate.closed():
+                stream = await opened(scene)
+                for size in sizes:
+                    await stream.send(Part(), bytes(size))
+                with pytest.raises(CallRefused, match=text):
+                    await stream.receive(Part)
 
 
 async def test_a_full_server_answers_busy_with_a_retry_delay() -> None:
@@ -377,7 +342,7 @@ async def test_a_cancelled_call_frees_its_memory_and_is_not_computed() -> None:
         assert server.statistics()["ffn.0"].step == 0, "the cancelled backward was computed"
 
 
-async def test_calls_of_a_removed_expert_are_refused_and_it_can_be_added_again() -> None:
+async def test_waiting_calls_of_a_removed_expert_and_of_a_closing_server_are_refused() -> None:
     gate, one = Gate(), expert()
     async with hosting(expert("gate.0", gate), one) as scene:
         server, _, bob, calls = scene
@@ -387,16 +352,9 @@ async def test_calls_of_a_removed_expert_are_refused_and_it_can_be_added_again()
             assert server.remove("ffn.0") is one
         with pytest.raises(ExpertError, match=r"ffn\.0 is no longer hosted here"):
             await waiting
-        assert await server.run(one.device, lambda: one.step) == 0
         server.add(one)
         await calls.forward(info(bob), samples(3))
-
-
-async def test_a_closing_server_answers_running_calls_and_refuses_waiting_ones() -> None:
-    gate = Gate()
-    async with hosting(expert(module=gate)) as scene:
-        server, _, bob, calls = scene
-        async with occupied(gate, scene):
+        async with occupied(gate, scene, "gate.0"):  # the running call is answered
             waiting = asyncio.create_task(calls.forward(info(bob), samples(3)))
             await queued(server, 3)
             late = await opened(scene)
@@ -473,19 +431,17 @@ def test_after_a_bug_each_caller_is_answered_by_itself_but_none_teaches_twice(ba
     assert [isinstance(answer, KeyError) for _, answer in answers] == [backward, True]
 
 
-@pytest.mark.parametrize("codec", ["onebit", "topk:0.25"])
-def test_outputs_that_a_codec_cannot_represent_fail_only_that_call(codec: str) -> None:
+def test_outputs_that_a_codec_cannot_represent_fail_only_that_call() -> None:
     module = FeedForward(SMALL, 8)
-    spoilt = Expert("ffn.0", module, ExpertRule(partial(torch.optim.SGD, lr=1e-3)), (SMALL,))
+    spoilt = Expert("ffn.0", module, RULE, (SMALL,))
     with torch.no_grad():
         next(module.parameters()).fill_(float("nan"))
     ones = np.ones(SMALL, np.float32)
-    calls = [
-        received_call([bytes(codec_of(name).encode(ones))], name, backward=False)
-        for name in (codec, "float32")
-    ]
-    (_, refused), (_, answered) = finished(compute(spoilt, calls))
-    assert isinstance(refused, Refusal) and "not finite" in str(refused)
+    calls = []
+    for name in ("onebit", "topk:0.25", "float32"):
+        calls.append(received_call([bytes(codec_of(name).encode(ones))], name, backward=False))
+    *refused, (_, answered) = finished(compute(spoilt, calls))
+    assert all(isinstance(answer, Refusal) and "not finite" in str(answer) for _, answer in refused)
     assert isinstance(answered, list)
 
 
