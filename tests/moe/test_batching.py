@@ -3,6 +3,7 @@
 import asyncio
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import islice
 from typing import Any, cast
@@ -12,14 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from colab_swarm.moe.batching import (
-    LONGEST_RETRY_S,
-    MIN_RETRY_S,
-    Answer,
-    Batching,
-    Call,
-    Key,
-)
+from colab_swarm.moe.batching import LONGEST_RETRY_S, MIN_RETRY_S, Answer, Batching, Call, Key
 from colab_swarm.moe.expert import BatchLimits, ExpertRule
 from colab_swarm.net.peers import PeerId
 from colab_swarm.tensors.codecs import CODECS, codec_of
@@ -44,45 +38,16 @@ def check_batching(batching: Batching, *, calls: int | None = None) -> None:
 
 
 def pending(
-    caller: str = "alice",
-    samples: int = 1,
-    *,
-    key: Key = FORWARD,
-    size_bytes: int = 1,
-    at: float = 0.0,
+    caller: str = "alice", samples: int = 1, *, key: Key = FORWARD, size_bytes: int = 1, at: float = 0.0
 ) -> Call:
     answer = cast(asyncio.Future[Answer], None)
-    return Call(
-        key,
-        PeerId(caller.encode()),
-        samples,
-        size_bytes,
-        at,
-        CODECS["float32"],
-        answer,
-    )
+    return Call(key, PeerId(caller.encode()), samples, size_bytes, at, CODECS["float32"], answer)
 
 
-def received_call(
-    parts: Sequence[bytes],
-    codec: str,
-    *,
-    backward: bool,
-    caller: str = "alice",
-    at: float = 0.0,
-) -> Call:
-    key, views = Key("ffn.0", backward, (SMALL,)), [memoryview(part) for part in parts]
-    count = len(parts[0]) // codec_of(codec).encoded_bytes(SMALL)
-    return Call(
-        key,
-        PeerId(caller.encode()),
-        count,
-        16,
-        at,
-        codec_of(codec),
-        cast(Any, None),
-        views,
-    )
+def received_call(parts: Sequence[bytes], codec: str, *, backward: bool) -> Call:
+    call = pending(samples=len(parts[0]) // codec_of(codec).encoded_bytes(SMALL), size_bytes=16)
+    views = [memoryview(part) for part in parts]
+    return replace(call, key=Key("ffn.0", backward, (SMALL,)), codec=codec_of(codec), parts=views)
 
 
 @pytest.fixture
@@ -143,13 +108,6 @@ def test_an_empty_call_and_one_larger_than_any_batch_are_refused(
 ) -> None:
     with pytest.raises(ValueError, match=text):
         batching.admit(pending(samples=samples, size_bytes=size_bytes))
-
-
-def test_one_caller_gets_half_of_the_memory_and_leaves_the_rest_to_others(batching: Batching) -> None:
-    enqueue(batching, *(pending("alice", size_bytes=20) for _ in range(3)))
-    assert batching.admit(pending("alice", size_bytes=20)) is not None
-    enqueue(batching, pending("bob", size_bytes=20), pending("carol", size_bytes=20))
-    assert batching.admit(pending("bob", size_bytes=20)) is not None
 
 
 def test_an_empty_server_takes_a_call_as_large_as_a_batch(batching: Batching) -> None:

@@ -29,7 +29,7 @@ class Scout(Member):
     """One peer, its DHT and its directory."""
 
     directory: Directory
-    events: EventLog
+    services: RunServices
 
 
 async def scouts(
@@ -41,7 +41,7 @@ async def scouts(
     for member in members:
         rng = random.Random(f"{seed} {member.peers.name}")
         services = RunServices(member.peers, member.dht, EventLog(), rng, "run")
-        found.append(Scout(member.peers, member.dht, Directory(services), services.events))
+        found.append(Scout(member.peers, member.dht, Directory(services), services))
     return network, found
 
 
@@ -107,18 +107,6 @@ async def test_a_dead_host_disappears_and_its_place_is_vacant_when_its_record_ex
     assert [fault.name for fault in network.fired] == ["crash"]
 
 
-async def test_an_answer_earns_its_host_a_call_and_a_failure_earns_none() -> None:
-    _, (alice, bob, carol) = await scouts(3)
-    await announce(alice, "ffn.1.2")
-    await announce(carol, "ffn.1.3")
-    ((first, second),) = await bob.directory.best(GRID, scores("ffn.1.2"), 2)
-    for info in (first, first, second):
-        bob.directory.on_success(info)
-    bob.directory.on_failure(second, "not finite")
-    assert bob.directory._expert_calls == {alice.peers.id: 2, carol.peers.id: 1}
-    assert alice.directory._expert_calls == {}
-
-
 async def test_a_failed_expert_is_banned_until_the_ban_ends_or_it_answers() -> None:
     _, (alice, bob) = await scouts(2)
     await announce(alice, "ffn.1.2", "ffn.1.3")
@@ -132,10 +120,12 @@ async def test_a_failed_expert_is_banned_until_the_ban_ends_or_it_answers() -> N
     bob.directory.on_failure(info, "not finite")
     bob.directory.on_success(info)
     seen.append(uids(await bob.directory.best(GRID, scores("ffn.1.2"), 1)))
-    bans = [event for event in bob.events.recent() if isinstance(event, ExpertBanned)]
+    bans = [event for event in bob.services.events.recent() if isinstance(event, ExpertBanned)]
     assert seen == [[["ffn.1.2"]], [["ffn.1.3"]], [["ffn.1.2"]], [["ffn.1.2"]]]
     assert {(ban.uid, ban.reason) for ban in bans} == {("ffn.1.2", "not finite")}
     assert [ban.seconds for ban in bans] == [5.0, 10.0]
+    assert bob.services.expert_calls == {alice.peers.id: 1}, "an answer earns its host a call"
+    assert alice.services.expert_calls == {}
 
 
 async def test_a_banned_expert_is_used_again_as_soon_as_another_peer_hosts_it() -> None:
@@ -161,6 +151,9 @@ async def test_a_clock_that_is_a_minute_off_neither_hides_nor_keeps_experts(skew
     network.now().skew("alice", skew_s)
     await announce(alice, "ffn.1.2")
     await announce(bob, "ffn.3.7")
+    for scout, uid in ((alice, "ffn.3.7"), (bob, "ffn.1.2")):  # nor takes or loses a place
+        assert await scout.directory.claim(GRID, 1, wanted=[uid]) == []
+        assert await scout.directory.rivals(GRID, ["ffn.1.2", "ffn.3.7"]) == []
     seen = [len(await scout.directory.live(GRID)) == 2 for scout in (alice, bob, carol)]
     await asyncio.sleep(59)
     seen += [len(await scout.directory.live(GRID)) == 2 for scout in (alice, carol)]
@@ -273,19 +266,15 @@ async def test_an_ageing_value_is_refreshed_in_the_background() -> None:
     assert await early == {"b": 3} and far.cache.peek("b") == 4 and far.fresh
 
 
-async def test_a_peer_claims_vacant_and_wanted_places_only() -> None:
-    _, (alice, bob) = await scouts(2)
+async def test_a_peer_claims_vacant_and_wanted_places_only_and_serves_them_when_it_announces_them() -> None:
+    _, (alice, bob, carol) = await scouts(3)
     await announce(alice, *(GRID.uid(index) for index in GRID if index not in ((2, 3), (3, 7))))
     assert await bob.directory.claim(GRID, 3, wanted=["ffn.1.2", "ffn.3.7"]) == ["ffn.3.7"]
     assert (await bob.directory.claim(GRID, 1), await bob.directory.claim(GRID, 1)) == (["ffn.2.3"], [])
-
-
-async def test_a_claimed_expert_cannot_be_called_until_it_is_announced() -> None:
-    _, (alice, bob, carol) = await scouts(3)
-    claimed = await alice.directory.claim(GRID, 3)
-    counts = [len(await bob.directory.live(GRID))]
-    await announce(alice, *claimed)
-    assert [*counts, len(await carol.directory.live(GRID))] == [0, 3]
+    assert len(await carol.directory.live(GRID)) == GRID.size - 2
+    await announce(bob, "ffn.2.3", "ffn.3.7")
+    await asyncio.sleep(module.CACHE_S)
+    assert len(await carol.directory.live(GRID)) == GRID.size
 
 
 @pytest.mark.parametrize("profile", [LAN, HOME, PAPER_CLOUD])
@@ -312,15 +301,6 @@ async def test_the_lowest_claim_hosts_an_expert_for_hosts_and_callers(later_s: f
     assert await second.directory.rivals(GRID, ["ffn.1.2"]) == ["ffn.1.2"]
     called = await carol.directory.find(GRID, "ffn.1.2")
     assert called is not None and called.host.id == first.peers.id
-
-
-async def test_a_clock_that_is_a_minute_behind_takes_no_place_from_its_holder() -> None:
-    network, (alice, bob, _) = await scouts(3)
-    await announce(alice, "ffn.1.2")
-    network.now().skew("bob", -60.0)
-    claimed = await bob.directory.claim(GRID, 1, wanted=["ffn.1.2"])
-    assert claimed == await alice.directory.rivals(GRID, ["ffn.1.2"]) == []
-    assert [fault.name for fault in network.fired] == ["skew"]
 
 
 async def test_a_search_cut_short_returns_the_experts_it_knows(monkeypatch: pytest.MonkeyPatch) -> None:

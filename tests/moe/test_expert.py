@@ -10,21 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from colab_swarm.errors import StateError
-from colab_swarm.moe import (
-    PAPER_RULE,
-    ExpertRule,
-    FeedForward,
-    PaperTransformerBlock,
-    TransformerBlock,
-)
-from colab_swarm.moe.expert import (
-    MOST,
-    Expert,
-    ExpertModel,
-    devices_named,
-    dtype_named,
-    measure,
-)
+from colab_swarm.moe import PAPER_RULE, ExpertRule, FeedForward, PaperTransformerBlock, TransformerBlock
+from colab_swarm.moe.expert import MOST, Expert, ExpertModel, devices_named, dtype_named, measure
 from colab_swarm.tensors.statedict import pack, unpack
 from tests.moe.local import Function
 

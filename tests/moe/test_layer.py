@@ -210,7 +210,7 @@ def test_an_unanswered_sample_is_tried_with_another_expert_then_passes_unchanged
 
 @pytest.mark.parametrize("living", [[(0, 0)], None], ids=["its only one", "all that it chose"])
 def test_a_batch_that_no_expert_answers_is_an_error_at_once(living: list[tuple[int, int]] | None) -> None:
-    layer, experts = make(k=6, living=living, timeout_s=0.05)
+    layer, experts = make(k=6, living=living)
     experts.dead = set(experts.modules)
     x = torch.randn(8, DIM)
     with pytest.raises(
@@ -221,9 +221,13 @@ def test_a_batch_that_no_expert_answers_is_an_error_at_once(living: list[tuple[i
     experts.dead.clear()
     experts.gone.clear()
     assert not torch.equal(layer(x), x)
+
+
+def test_experts_that_are_only_late_leave_no_batch_unchanged() -> None:
+    layer, experts = make(k=6, timeout_s=0.05)
     experts.late = set(experts.modules)
     with pytest.raises(NoExpertsError, match=r"did not answer in 0\.05 s"):
-        layer(x)
+        layer(torch.randn(2, DIM))
 
 
 @pytest.mark.parametrize(
