@@ -109,7 +109,8 @@ class ReplicaStore:
             require(blob.nbytes <= room_bytes or save.owner == self._me, text, StateError)
             # the record first: at the next start one without its file is dropped
             write_file(path.with_suffix(".save"), [msgspec.msgpack.encode(save)])
-            write_file(path, [blob.data])
+            if path not in self._saves:
+                write_file(path, [blob.data])
             self._saves[path] = save
             same = [
                 other for other, one in self._saves.items() if (one.owner, one.uid) == (save.owner, save.uid)
@@ -253,7 +254,7 @@ class ExpertSaves:
         return holders.keys() - {self._peers.id}
 
     async def _announce(self, ttl_s: float = 3 * ANNOUNCE_S) -> None:
-        self.store.expire(self._peers.time() - KEPT_S)
+        await asyncio.to_thread(self.store.expire, self._peers.time() - KEPT_S)
         me = self._peers.contact
         if me.addresses:  # a peer that cannot be dialled could not return a save
             await self._dht.publish(f"{self._run_id}/expert-holders", me, ttl_s=ttl_s)
