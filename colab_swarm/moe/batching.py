@@ -105,11 +105,12 @@ class Batching:
 
         Raises `ValueError` if the call is empty, or has more bytes than any batch.
         """
-        limits = self.limits
-        require(call.samples >= 1, f"a call of {call.samples} samples: send at least one")
-        mine = call.size_bytes / 2**20
-        most = limits.max_batch_bytes / 2**20
-        require(mine <= most, f"a call of {mine:.4g} MiB: this host takes {most:.4g} MiB at once; split it")
+        if call.samples < 1:
+            raise ValueError(f"a call of {call.samples} samples: send at least one")
+        most_bytes = self.limits.max_batch_bytes
+        if call.size_bytes > most_bytes:
+            mine, most = (size_bytes / 2**20 for size_bytes in (call.size_bytes, most_bytes))
+            raise ValueError(f"a call of {mine:.4g} MiB: this host takes {most:.4g} MiB at once; split it")
         retry_s = self._busy_s(call, call.size_bytes)
         if retry_s is None:
             self._inside[call] = None

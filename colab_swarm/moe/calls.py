@@ -250,7 +250,8 @@ def _require_bounded(values: Floats, tensors: Sequence[Floats]) -> None:
         most = MOST_BACKWARD * given
     else:
         most = MOST_FORWARD * (given + values.size**0.5)
-    require(norm <= most, f"sent values of norm {norm:.3g}, the limit is {most:.3g}", ExpertError)
+    if not norm <= most:
+        raise ExpertError(f"sent values of norm {norm:.3g}, the limit is {most:.3g}")
 
 
 @dataclass(frozen=True)
@@ -392,14 +393,14 @@ class ExpertServer:
     def _accepted(self, opening: ForwardExpert, stream: Stream) -> Call:
         uid = opening.uid
         shape = opening.shape
-        require(uid in self._served, f"{uid[:SHOWN_CHARS]} is not hosted here: look it up again", Refusal)
+        if uid not in self._served:
+            raise Refusal(f"{uid[:SHOWN_CHARS]} is not hosted here: look it up again")
         expert = self._served[uid].expert
-        require(
-            fits(shape, expert.shape),
-            f"{uid} takes samples of shape {expert.shape}, not {shape!s:.{SHOWN_CHARS}}; a {ANY_LENGTH} stands for "
-            f"1 to {LONGEST}",
-            Refusal,
-        )
+        if not fits(shape, expert.shape):
+            raise Refusal(
+                f"{uid} takes samples of shape {expert.shape}, not {shape!s:.{SHOWN_CHARS}}; "
+                f"a {ANY_LENGTH} stands for 1 to {LONGEST}"
+            )
         try:
             codec = codec_of(opening.codec[:SHOWN_CHARS])
         except ValueError as error:
@@ -420,8 +421,8 @@ class ExpertServer:
                 except StreamEnded as error:
                     raise PeerLost(f"{short(stream.peer)} cancelled its call") from error
                 expected = call.codec.encoded_bytes(span.stop - span.start)
-                text = f"received a part of {len(payload)} bytes, expected {expected}"
-                require(len(payload) == expected, text, Refusal)
+                if len(payload) != expected:
+                    raise Refusal(f"received a part of {len(payload)} bytes, expected {expected}")
                 with self._lock:
                     retry_s = self._batching.hold(call, len(payload))
                 if retry_s is not None:

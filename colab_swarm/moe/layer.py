@@ -137,8 +137,8 @@ class RemoteExpert(nn.Module):
         info = self.info()
         calls = self._calls
         sample = inputs.shape[-len(info.shape) :]
-        text = f"{self.uid} takes samples of shape {info.shape}, not {tuple(inputs.shape)}"
-        require(fits(sample, info.shape), text)
+        if not fits(sample, info.shape):
+            raise ValueError(f"{self.uid} takes samples of shape {info.shape}, not {tuple(inputs.shape)}")
         if not inputs.numel():
             return inputs
         with torch.autocast(inputs.device.type, enabled=False):
@@ -215,10 +215,10 @@ class MixtureOfExperts(nn.Module):
         sample_axes = 2 if self.sequences else 1
         least_axes = 3 if self.sequences else 1
         leading = "batch, length" if self.sequences else "..."
-        require(
-            inputs.ndim >= least_axes and inputs.shape[-1] == self.dim,
-            f"inputs of {self.grid} must be of shape ({leading}, {self.dim}), not {tuple(inputs.shape)}",
-        )
+        if inputs.ndim < least_axes or inputs.shape[-1] != self.dim:
+            raise ValueError(
+                f"inputs of {self.grid} must be of shape ({leading}, {self.dim}), not {tuple(inputs.shape)}"
+            )
         if not inputs.numel():
             return inputs
         sample = inputs.shape[-sample_axes:]
@@ -289,12 +289,11 @@ class _Batch:
             rows = np.flatnonzero(~self.answered_BK.any(1))
             if not len(rows):
                 break
-        require(
-            self.answered_BK.any(),
-            f"no expert of {self._grid} answered this batch of {len(rows)} ({self._fault}): "
-            "try it again when their hosts are back, as swarm.trainer(…) does",
-            NoExpertsError,
-        )
+        if not self.answered_BK.any():
+            raise NoExpertsError(
+                f"no expert of {self._grid} answered this batch of {len(rows)} ({self._fault}): "
+                "try it again when their hosts are back, as swarm.trainer(…) does"
+            )
         if len(rows):
             logger.warning("%d samples pass %s unchanged: %s", len(rows), self._grid, self._fault)
         self._calls.count(unanswered=len(rows))
