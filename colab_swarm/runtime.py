@@ -9,12 +9,13 @@ is put off while a step is taken: `uninterrupted`.
 import asyncio
 import errno
 import logging
+import random
 import re
 import signal
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as NotYet
 from contextlib import contextmanager, suppress
@@ -22,6 +23,9 @@ from pathlib import Path
 from queue import SimpleQueue
 from types import FrameType
 from typing import Any, ClassVar, ParamSpec, Protocol, TypeVar
+
+from colab_swarm.errors import PeerError
+from colab_swarm.events import EventLog, Fault
 
 logger = logging.getLogger(__name__)
 P = ParamSpec("P")
@@ -44,6 +48,53 @@ def own_loop() -> asyncio.AbstractEventLoop:
     loop = kind()
     loop.set_exception_handler(_HandleException())
     return loop
+
+
+async def on_loop(work: Callable[[], T]) -> T:
+    """Return ``work()``; for `Runner.call`, which runs coroutines only."""
+    return work()
+
+
+class BackgroundTasks:
+    """The background tasks of one service, on the event loop; ``what`` names them in a `Fault`."""
+
+    def __init__(self, what: str, events: EventLog, rng: random.Random) -> None:
+        self._what = what
+        self._events = events
+        self._rng = rng
+        self._tasks: dict[asyncio.Task[Any], None] = {}
+
+    def spawn(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        task = asyncio.get_running_loop().create_task(work, name=self._what)
+        self._tasks[task] = None
+        task.add_done_callback(self._tasks.pop)
+        return task
+
+    def every(self, period_s: float, work: Callable[[], Awaitable[object]], *, rest: float = 0.0) -> None:
+        """Call ``work`` after each period until `cancel`, even if it failed; slow work rests longer."""
+        self.spawn(self._repeat(period_s, work, rest))
+
+    async def _repeat(self, period_s: float, work: Callable[[], Awaitable[object]], rest: float) -> None:
+        took_s = 0.0
+        now = asyncio.get_running_loop().time
+        while True:
+            await asyncio.sleep(max(period_s, rest * took_s) * self._rng.uniform(0.8, 1.0))
+            began = now()
+            try:
+                await work()
+            except PeerError as error:
+                logger.info("%s will retry: %s", self._what, error)
+            except Exception as error:
+                logger.exception("%s failed", self._what)
+                self._events.emit(Fault.of(now(), self._what, error))
+            took_s = now() - began
+
+    def cancel(self) -> list[asyncio.Task[Any]]:
+        """Cancel all; return the tasks, which are ending."""
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        return tasks
 
 
 class _HandleException:

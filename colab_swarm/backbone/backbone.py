@@ -10,13 +10,13 @@ from pathlib import Path
 from colab_swarm.backbone.config import RunFile
 from colab_swarm.backbone.keeper import HubPush, Keeper
 from colab_swarm.credentials import find_secret
-from colab_swarm.dht.service import on_loop
 from colab_swarm.errors import PeerError
 from colab_swarm.net.addresses import is_loopback, relay_of
 from colab_swarm.notebook.invitation import Invitation
 from colab_swarm.notebook.page import StatusPage, join_page
 from colab_swarm.notebook.platforms import Consent
 from colab_swarm.notebook.views import draw, metrics
+from colab_swarm.runtime import on_loop
 from colab_swarm.snapshot import SwarmSnapshot
 from colab_swarm.swarm.joining import create
 from colab_swarm.swarm.network import NetworkOptions

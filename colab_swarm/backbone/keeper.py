@@ -24,12 +24,11 @@ from typing import Any
 import msgspec
 
 from colab_swarm.backbone.config import CollaborationFile, Forward
-from colab_swarm.dht.service import BackgroundTasks
 from colab_swarm.errors import PeerError, StateError, require
 from colab_swarm.events import Fault
 from colab_swarm.files import StepFiles
 from colab_swarm.net.peers import PeerId, end_tasks
-from colab_swarm.runtime import loop_now
+from colab_swarm.runtime import BackgroundTasks, loop_now
 from colab_swarm.snapshot import Checkpoint, KeptModel
 from colab_swarm.tensors.chunks import Snapshot
 from colab_swarm.tensors.statedict import write_state

@@ -76,10 +76,10 @@ class FoundNear(Message, frozen=True):
 
 
 class Fetch(Message, frozen=True):
-    """Requests the records under ``key``; forwarded by peers without any, ``relays`` times in a row."""
+    """Requests the records under ``key``; forwarded by peers without any, ``forwards`` times in a row."""
 
     key: bytes
-    relays: int
+    forwards: int
 
 
 class Fetched(Message, frozen=True):

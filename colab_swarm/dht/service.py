@@ -11,7 +11,7 @@ import hashlib
 import logging
 import random
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
@@ -33,11 +33,11 @@ from colab_swarm.dht.records import (
 )
 from colab_swarm.dht.routing import BUCKET_SIZE, MIN_PATIENCE_S, Lookup, RoutingTable, distance
 from colab_swarm.errors import CallRefused, PeerError, require
-from colab_swarm.events import EventLog, Fault
+from colab_swarm.events import EventLog
 from colab_swarm.net.node import Node
 from colab_swarm.net.patience import Patience
 from colab_swarm.net.peers import MAX_ADDRESSES, Contact, Message, PeerId, R, Refusal, Role, remember, short
-from colab_swarm.runtime import PauseGate
+from colab_swarm.runtime import BackgroundTasks, PauseGate
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -50,8 +50,8 @@ RETRY_S = 30.0  # between retries of one of the lost peers
 REPUBLISH_S = 600.0  # until records are stored again at the peers nearest by then
 MAX_ADDRESS_CHARS = 800  # of all addresses in one contact: a reply carries 20 contacts
 REMEMBERED = 1000  # keys whose replicas are remembered
-MAX_RELAYS = 4  # in a row of a fetch
-RELAY_WIDTH = 2  # by each peer: one silent peer delays nothing
+MAX_FORWARDS = 4  # in a row of a fetch
+FORWARD_WIDTH = 2  # by each peer: one silent peer delays nothing
 _ANSWER = "an answer"  # of any peer: a lookup asks too many to know each
 
 
@@ -59,53 +59,6 @@ def is_sound(contact: Contact) -> bool:
     """Return True if a stranger's contact may be stored: an id, and not too many addresses."""
     few = len(contact.addresses) <= MAX_ADDRESSES and sum(map(len, contact.addresses)) <= MAX_ADDRESS_CHARS
     return len(contact.id) == ID_BYTES and few
-
-
-async def on_loop(work: Callable[[], T]) -> T:
-    """Return ``work()``; for `Runner.call`, which runs coroutines only."""
-    return work()
-
-
-class BackgroundTasks:
-    """The background tasks of one service, on the event loop; ``what`` names them in a `Fault`."""
-
-    def __init__(self, what: str, events: EventLog, rng: random.Random) -> None:
-        self._what = what
-        self._events = events
-        self._rng = rng
-        self._tasks: dict[asyncio.Task[Any], None] = {}
-
-    def spawn(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-        task = asyncio.get_running_loop().create_task(work, name=self._what)
-        self._tasks[task] = None
-        task.add_done_callback(self._tasks.pop)
-        return task
-
-    def every(self, period_s: float, work: Callable[[], Awaitable[object]], *, rest: float = 0.0) -> None:
-        """Call ``work`` after each period until `cancel`, even if it failed; slow work rests longer."""
-        self.spawn(self._repeat(period_s, work, rest))
-
-    async def _repeat(self, period_s: float, work: Callable[[], Awaitable[object]], rest: float) -> None:
-        took_s = 0.0
-        now = asyncio.get_running_loop().time
-        while True:
-            await asyncio.sleep(max(period_s, rest * took_s) * self._rng.uniform(0.8, 1.0))
-            began = now()
-            try:
-                await work()
-            except PeerError as error:
-                logger.info("%s will retry: %s", self._what, error)
-            except Exception as error:
-                logger.exception("%s failed", self._what)
-                self._events.emit(Fault.of(now(), self._what, error))
-            took_s = now() - began
-
-    def cancel(self) -> list[asyncio.Task[Any]]:
-        """Cancel all; return the tasks, which are ending."""
-        tasks = list(self._tasks)
-        for task in tasks:
-            task.cancel()
-        return tasks
 
 
 @dataclass(frozen=True)
@@ -217,7 +170,7 @@ class DHT:
         """
         id = key_id(key)
         merged = Storage(self._peers.role_by)
-        async for answer in self._fetch(id, relays=MAX_RELAYS, width=PARALLEL):
+        async for answer in self._fetch(id, forwards=MAX_FORWARDS, width=PARALLEL):
             if "" in await self._put(merged, id, answer.records):
                 return Reading(self._found_in(merged, id), answer.hops, PARALLEL)
         return Reading({}, None, PARALLEL)
@@ -337,19 +290,19 @@ class DHT:
             found[record.writer] = Found(decode(record.value), now + record.ttl_s, merged.role_of(record))
         return found
 
-    async def _fetch(self, key: bytes, *, relays: int, width: int) -> AsyncIterator[Fetched]:
+    async def _fetch(self, key: bytes, *, forwards: int, width: int) -> AsyncIterator[Fetched]:
         """Yield our records or, without any, the answers of the ``width`` nearest peers."""
         held = self._storage.get(key, now=self._now())
         if held:
             yield Fetched(held, 0)
-        elif relays > 0:
-            asked = [self._forward(key, relays - 1, contact) for contact in self.table.nearest(key, width)]
+        elif forwards > 0:
+            asked = [self._forward(key, forwards - 1, contact) for contact in self.table.nearest(key, width)]
             for answer in asyncio.as_completed(list(map(self._tasks.spawn, asked))):
                 yield await answer
 
-    async def _forward(self, key: bytes, relays: int, contact: Contact) -> Fetched:
+    async def _forward(self, key: bytes, forwards: int, contact: Contact) -> Fetched:
         try:
-            answer = await self._call(contact, Fetch(key, relays), Fetched)
+            answer = await self._call(contact, Fetch(key, forwards), Fetched)
         except PeerError as error:
             logger.debug("%s fetches nothing: %s", short(contact.id), error)
             return Fetched((), 0)
@@ -397,10 +350,10 @@ class DHT:
     async def _on_fetch(self, caller: PeerId, message: Fetch) -> Fetched:
         require(len(message.key) == ID_BYTES, f"a key of {len(message.key)} bytes, not {ID_BYTES}", Refusal)
         if self._nearest_to(message.key):
-            relays = 0
+            forwards = 0
         else:
-            relays = min(message.relays, MAX_RELAYS)
-        async for answer in self._fetch(message.key, relays=relays, width=RELAY_WIDTH):
+            forwards = min(message.forwards, MAX_FORWARDS)
+        async for answer in self._fetch(message.key, forwards=forwards, width=FORWARD_WIDTH):
             if answer.records:
                 return answer
         return Fetched((), 0)

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from colab_swarm.dht.service import BackgroundTasks, RunServices, on_loop
+from colab_swarm.dht.service import RunServices
 from colab_swarm.errors import PeerError, StateError, require
 from colab_swarm.events import ExpertHosted, Fault, Notice
 from colab_swarm.moe.calls import ExpertCalls, ExpertServer, ExpertStatistics
@@ -29,7 +29,7 @@ from colab_swarm.moe.grid import ExpertInfo, Grid
 from colab_swarm.moe.layer import MixtureOfExperts, RemoteExpert
 from colab_swarm.moe.saves import ExpertSaves, ReplicaStore, SavePlace
 from colab_swarm.net.peers import PeerId, short
-from colab_swarm.runtime import Runner, loop_now
+from colab_swarm.runtime import BackgroundTasks, Runner, loop_now, on_loop
 from colab_swarm.tensors.chunks import Snapshot
 from colab_swarm.tensors.statedict import pack, unpack
 

@@ -22,7 +22,7 @@ from typing import Annotated
 import msgspec
 from blake3 import blake3
 
-from colab_swarm.dht.service import BackgroundTasks, RunServices, is_sound
+from colab_swarm.dht.service import RunServices, is_sound
 from colab_swarm.errors import PeerError, StateError, require
 from colab_swarm.files import write_file
 from colab_swarm.moe.grid import MAX_HOLDERS, Grid, Index
@@ -38,7 +38,7 @@ from colab_swarm.net.peers import (
     Stream,
     short,
 )
-from colab_swarm.runtime import free_ram_bytes
+from colab_swarm.runtime import BackgroundTasks, free_ram_bytes
 from colab_swarm.tensors.chunks import (
     CHUNK_TIMEOUT_S,
     MAX_STATE_BYTES,

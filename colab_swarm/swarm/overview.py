@@ -13,7 +13,6 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Generic, TypeAlias, TypeVar
 
-from colab_swarm.dht.service import on_loop
 from colab_swarm.errors import require
 from colab_swarm.events import (
     BatchDropped,
@@ -29,7 +28,7 @@ from colab_swarm.invite import Invite
 from colab_swarm.markup import duration, plain, size
 from colab_swarm.net.node import Node
 from colab_swarm.net.peers import PeerId, short
-from colab_swarm.runtime import Runner
+from colab_swarm.runtime import Runner, on_loop
 from colab_swarm.snapshot import ContributionRow, PeerRow, SessionTime, SwarmSnapshot, describe
 from colab_swarm.training.communication import Communication
 from colab_swarm.training.records import AssistantRecord, ProgressRecord, read_participants

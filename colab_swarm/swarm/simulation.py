@@ -22,7 +22,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar, TypeVar, cast
 
-from colab_swarm.dht.service import on_loop
 from colab_swarm.errors import JoinError, require
 from colab_swarm.events import BatchDropped, Event, EventLog, Fault, RoundFinished, StateReceived
 from colab_swarm.mailbox.bucket import MEMORY, MemoryStore
@@ -31,7 +30,7 @@ from colab_swarm.notebook import lessons
 from colab_swarm.notebook.lessons import SimulationSnapshot
 from colab_swarm.notebook.panel import Panel
 from colab_swarm.notebook.platforms import has_frontend
-from colab_swarm.runtime import POLL_S
+from colab_swarm.runtime import POLL_S, on_loop
 from colab_swarm.sim.network import SimNetwork
 from colab_swarm.sim.profiles import PROFILES, ChurnProfile, NetworkProfile
 from colab_swarm.sim.runtime import SimRuntime

@@ -9,7 +9,6 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Unpack
 
-from colab_swarm.dht.service import on_loop
 from colab_swarm.elastic.steps import ElasticSettings, ElasticSnapshot
 from colab_swarm.errors import JoinError, require
 from colab_swarm.invite import Setting
@@ -23,7 +22,7 @@ from colab_swarm.notebook.panel import Panel
 from colab_swarm.notebook.platforms import has_frontend, in_notebook, platform, ways_out
 from colab_swarm.notebook.recorder import Header, Recorder
 from colab_swarm.notebook.views import draw
-from colab_swarm.runtime import Runner
+from colab_swarm.runtime import Runner, on_loop
 from colab_swarm.snapshot import PeerTable
 from colab_swarm.swarm.network import NetworkSession, close
 from colab_swarm.swarm.overview import Overview

@@ -14,10 +14,9 @@ from colab_swarm.averaging.forming import FormationSettings
 from colab_swarm.averaging.group import MAX_TEXT, Group, RoundTerms, Ticket
 from colab_swarm.averaging.rendezvous import Rendezvous
 from colab_swarm.averaging.strategy import AdaptiveShares
-from colab_swarm.dht.service import BackgroundTasks
 from colab_swarm.errors import PeerError
 from colab_swarm.net.peers import Contact, PeerId
-from colab_swarm.runtime import Runner, loop_now
+from colab_swarm.runtime import BackgroundTasks, Runner, loop_now
 from colab_swarm.tensors.chunks import Snapshot
 from colab_swarm.training.records import AssistantRecord, assistants_key
 from colab_swarm.training.settings import LinkBandwidth, PeerServices

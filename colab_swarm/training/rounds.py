@@ -15,10 +15,9 @@ from typing import TypeAlias
 
 from colab_swarm.averaging.result import RoundResult
 from colab_swarm.averaging.share import Share
-from colab_swarm.dht.service import BackgroundTasks
 from colab_swarm.events import Notice, PeerRefused
 from colab_swarm.net.peers import PeerId
-from colab_swarm.runtime import loop_now
+from colab_swarm.runtime import BackgroundTasks, loop_now
 from colab_swarm.tensors.chunks import Snapshot
 from colab_swarm.training.communication import elected_agreement
 from colab_swarm.training.comparison import Comparison

@@ -9,9 +9,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from colab_swarm.dht.service import BackgroundTasks
 from colab_swarm.errors import StateError
 from colab_swarm.events import Fault
+from colab_swarm.runtime import BackgroundTasks
 from colab_swarm.tensors.statedict import pack, write_state
 from colab_swarm.training.gradients import Gradients
 from colab_swarm.training.replica import Replica

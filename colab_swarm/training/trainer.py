@@ -15,12 +15,11 @@ from typing import Any
 import torch
 
 from colab_swarm.averaging.result import RoundResult
-from colab_swarm.dht.service import on_loop
 from colab_swarm.errors import MismatchError, StateError
 from colab_swarm.events import BatchDropped, Fault, Notice, StepFinished
 from colab_swarm.markup import count
 from colab_swarm.net.peers import PeerId, remember
-from colab_swarm.runtime import Runner, uninterrupted
+from colab_swarm.runtime import Runner, on_loop, uninterrupted
 from colab_swarm.tensors.chunks import Snapshot
 from colab_swarm.training.gradients import Gradients
 from colab_swarm.training.names import differing_kinds

@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from colab_swarm.dht.service import DHT, BackgroundTasks
+from colab_swarm.dht.service import DHT
 from colab_swarm.errors import CallRefused, JoinError, NotAdmitted, PeerError, ProtocolError, require
 from colab_swarm.events import EventLog, Notice
 from colab_swarm.invite import NAME, Access, Invite, Setting, SignedMailbox, creator_suffix, role_named
@@ -26,7 +26,7 @@ from colab_swarm.net.membership import SLACK_S, Membership, MembershipAdmission,
 from colab_swarm.net.node import Node
 from colab_swarm.net.patience import LeftOut
 from colab_swarm.net.peers import MAX_RUN_ID_BYTES, Ack, Contact, PeerId, Refusal, Role, end_tasks, short
-from colab_swarm.runtime import loop_now
+from colab_swarm.runtime import BackgroundTasks, loop_now
 from colab_swarm.trust.authority import (
     Allowlist,
     Authority,

@@ -19,7 +19,6 @@ from urllib.parse import urlsplit
 from filelock import FileLock, Timeout
 from torch import nn
 
-from colab_swarm.dht.service import on_loop
 from colab_swarm.errors import StoreError, require
 from colab_swarm.events import EventLog
 from colab_swarm.invite import Access, Invite
@@ -32,7 +31,7 @@ from colab_swarm.notebook.invitation import Invitation
 from colab_swarm.notebook.panel import Panel
 from colab_swarm.notebook.platforms import Consent, require_terms, require_tunnels
 from colab_swarm.notebook.units_view import JOB_VIEWS, draw_job, job_line
-from colab_swarm.runtime import Runtime
+from colab_swarm.runtime import Runtime, on_loop
 from colab_swarm.trust.access import RunAccess
 from colab_swarm.trust.authority import make_grant
 from colab_swarm.workunits.dispatcher import Dispatcher, JobLog

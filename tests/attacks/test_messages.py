@@ -20,11 +20,11 @@ import colab_swarm as cs
 from colab_swarm.averaging.group import Attend, News, StepReport, Ticket, Whereabouts
 from colab_swarm.averaging.messages import Chunk
 from colab_swarm.dht.records import FindNear, FoundNear
-from colab_swarm.dht.service import on_loop
 from colab_swarm.errors import PeerError, StateError
 from colab_swarm.events import Fault
 from colab_swarm.net.link import Link
 from colab_swarm.net.peers import Message, PeerId, Role
+from colab_swarm.runtime import on_loop
 from colab_swarm.swarm.swarm import Swarm
 from colab_swarm.tensors import chunks as chunks_module
 from colab_swarm.tensors.chunks import MAX_STATE_BYTES, StateChunk, chunk_bytes

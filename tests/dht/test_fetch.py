@@ -4,7 +4,7 @@ import asyncio
 from collections import Counter
 
 from colab_swarm.dht.records import Fetch, Fetched, FindNear, FoundNear
-from colab_swarm.dht.service import MAX_RELAYS, RELAY_WIDTH, key_id
+from colab_swarm.dht.service import FORWARD_WIDTH, MAX_FORWARDS, key_id
 from colab_swarm.net.peers import PeerId
 from colab_swarm.runtime import loop_now
 from colab_swarm.sim import HOME
@@ -70,9 +70,12 @@ async def test_a_fetch_costs_a_bounded_number_of_queries() -> None:
 
         member.peers.unserve(Fetch)
         member.peers.serve(Fetch, count)
-    for relays, least, most in ((0, 1, 1), (1 << 40, 2, sum(RELAY_WIDTH**i for i in range(MAX_RELAYS + 1)))):
+    for forwards, least, most in (
+        (0, 1, 1),
+        (1 << 40, 2, sum(FORWARD_WIDTH**i for i in range(MAX_FORWARDS + 1))),
+    ):
         asked.clear()
-        wanted = Fetch(key_id("nothing"), relays)
+        wanted = Fetch(key_id("nothing"), forwards)
         await members[0].peers.call(members[1].peers.id, wanted, Fetched, timeout_s=5)
         await asyncio.sleep(1)
         assert least <= len(asked) <= most

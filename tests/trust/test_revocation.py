@@ -6,12 +6,11 @@ from dataclasses import dataclass
 
 import pytest
 
-from colab_swarm.dht.service import BackgroundTasks
 from colab_swarm.errors import PeerError
 from colab_swarm.events import EventLog, Fault, Notice
 from colab_swarm.net.membership import MembershipAdmission
 from colab_swarm.net.peers import PeerId, short
-from colab_swarm.runtime import loop_now
+from colab_swarm.runtime import BackgroundTasks, loop_now
 from colab_swarm.sim import HOME, SimNetwork, SimPeers
 from colab_swarm.trust.access import PULL_S, RevocationGossip
 from colab_swarm.trust.authority import ShareRevoked
