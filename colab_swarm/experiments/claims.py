@@ -9,21 +9,24 @@ of a run into findings: our figure, a verdict, and its reason. `full_runs.json` 
 | agrees | our figure is within the tolerance that the notebook states |
 | differs | it is not; the reason is one that the figures of the run show, or "not known" |
 | fitted | a constant of ours was taken from the paper's result, so it had to agree |
+| not judged | our figure is known, but not well enough: its noise over seeds, two standard errors, hides the answer |
 | not measured | no run here can judge the claim, or none did |
 """
 
 import json
+import math
 import statistics
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
 from colab_swarm.experiments.dedloc import SIZES, STRATEGIES, TABLE
-from colab_swarm.experiments.elastic_consistency import BETAS
+from colab_swarm.experiments.elastic_consistency import BETAS, STRESS
 from colab_swarm.experiments.report import Report
 
 CLAIMS_FILE = Path(__file__).with_name("claims.toml")
@@ -31,19 +34,25 @@ FULL_RUNS_FILE = Path(__file__).with_name("full_runs.json")
 AGREES = "agrees"
 DIFFERS = "differs"
 FITTED = "fitted"
+NOT_JUDGED = "not judged"
 NOT_MEASURED = "not measured"
 NOT_KNOWN = "not known"
+ONE_SEED = "one seed does not show the noise"
 Figures: TypeAlias = Mapping[str, float]
 
 
 class Claim(NamedTuple):
-    """What a paper says, and its figure. ``not_measured`` is why no run here can judge it."""
+    """What a paper says, and its figure. ``not_measured`` is why no run here can judge it.
+
+    A figure ``over_seeds`` has one seed in the quick preset, which is not enough to judge it.
+    """
 
     key: str
     text: str
     source: str
     paper: str
     not_measured: str = ""
+    over_seeds: bool = False
 
 
 class Finding(NamedTuple):
@@ -77,7 +86,10 @@ def findings_of(report: Report) -> Findings:
         measured = FINDINGS[report.name](report.figures)
     findings = {}
     for claim in claims_of(report.name):
-        findings[claim.key] = measured.get(claim.key, Finding("", NOT_MEASURED, claim.not_measured))
+        finding = measured.get(claim.key, Finding("", NOT_MEASURED, claim.not_measured))
+        if report.quick and claim.over_seeds and finding.ours:
+            finding = Finding(finding.ours, NOT_JUDGED, ONE_SEED)
+        findings[claim.key] = finding
     return findings
 
 
@@ -91,7 +103,9 @@ def compare(report: Report) -> str:
     ran = NOT_MEASURED
     if run is not None:
         full = {key: Finding(*finding) for key, finding in run["findings"].items()}
-        ran = f"{run['date']}, {run['minutes']} minutes on {run['machine']}, version {run['version']}"
+        ran = (
+            f"{run['date']}, {run['minutes']} processor minutes on {run['machine']}, version {run['version']}"
+        )
     table = [("", "paper", "ours", "verdict", "full preset")]
     reasons = dict[str, str]()
 
@@ -137,9 +151,37 @@ def _within(tolerance: float, value: float, published: float) -> bool:
     return abs(value / published - 1) <= tolerance
 
 
-def _lead(points: float) -> Finding:
-    """Judge an order that the paper found: a lead of over 0 points, as far as it is shown."""
-    return _judge(round(points, 1) > 0, f"{points:.1f}")
+class Seeds(NamedTuple):
+    """A figure over seeds, and two standard errors of it."""
+
+    value: float
+    noise: float
+
+    @classmethod
+    def of(cls, figures: Figures, key: str) -> "Seeds":
+        return cls(figures[key], 2 * figures.get(f"{key}_error", 0.0))
+
+    def minus(self, other: "Seeds") -> "Seeds":
+        return Seeds(self.value - other.value, math.hypot(self.noise, other.noise))
+
+    def is_above(self, limit: float, ours: str) -> Finding:
+        """Judge a figure that the paper has above ``limit``."""
+        if abs(self.value - limit) <= self.noise:
+            reason = f"the noise over seeds is {self.noise:.1f} to each side"
+            return Finding(ours, NOT_JUDGED, reason)
+        return _judge(self.value > limit, ours)
+
+    def is_below(self, limit: float, ours: str) -> Finding:
+        return Seeds(-self.value, self.noise).is_above(-limit, ours)
+
+
+def _leads(figures: Figures, leading: Iterable[str], behind: Iterable[str]) -> Finding:
+    """Judge an order that the paper found: each figure of the ``leading`` is above those ``behind``."""
+    leads = [
+        Seeds.of(figures, one).minus(Seeds.of(figures, other)) for one, other in product(leading, behind)
+    ]
+    least = min(leads)
+    return least.is_above(0.0, f"{least.value:.1f}")
 
 
 def _albert(figures: Figures) -> Findings:
@@ -180,7 +222,11 @@ def _groups(figures: Figures) -> Findings:
     parts = ", ".join(f"{part:.0%}" for part in undisturbed)
     calm = figures["size_16_q0"]
     failing = figures["size_16_q50"]
+    beside = figures["one_process"]
+    spread = figures["spread_of_trainers"]
     return {
+        "one_process": _judge(beside < 1e-6, f"{beside:.0e}"),
+        "deviation": _judge(spread == 0, f"{spread:.0e}"),
         "exact": _judge(error < 1e-6, f"{error:.0e}"),
         "failure_is_local": _judge(min(small_groups) > one_group, parts),
         "all_reduce": _judge(calm == 16, f"{calm:.0f}"),
@@ -202,6 +248,11 @@ def _strategy(figures: Figures) -> Findings:
             ratio = ours[index] / ours[2]
             agrees = _within(0.12, ratio, published[index] / published[2])
             findings[f"{name}_{kind}_ratio"] = _judge(agrees, f"{ratio:.2f}")
+    solve_ms = figures["solve_ms_64"]
+    findings["solve"] = _judge(solve_ms < 50, f"{solve_ms:.1f}")
+    for name, paper in (("all_reduce", 0.25), ("server", 1.0), ("byteps", 1 / 3), ("client", 0.0)):
+        share = figures[f"special_{name}"]
+        findings[name] = _judge(abs(share - paper) < 0.01, f"{share:.2f}")
     return findings
 
 
@@ -212,33 +263,38 @@ def _swav(figures: Figures) -> Findings:
         saved = 1 - figures["hybrid_s"] / figures[f"{name}_s"]
         findings[name] = _fit(abs(saved - paper) <= 0.06, f"{saved:.0%}", constant)
     speed = figures["server_s"] / figures["workstation_s"]
-    findings["old_hardware"] = Finding(f"{speed:.0%}", FITTED, constant)
+    findings["old_hardware"] = Finding(
+        f"{speed:.0%}", NOT_JUDGED, "the paper gives no figure for 'reasonable'"
+    )
     return findings
 
 
 def _vc_asgd(figures: Figures) -> Findings:
     variable = "e_over_e+1"
     faster = ("0.7", "0.95", variable)
-    slowest = min(figures[f"{name}.early"] for name in faster) - figures["0.999.early"]
-    least_spread = min(figures[f"{name}.spread"] for name in faster) - figures["0.999.spread"]
-    late_spread = min(figures["0.7.late_spread"], figures["0.95.late_spread"])
     behind = figures["serial.final"] - figures[f"{variable}.final"]
-    gap = figures["serial.early"] - figures[f"{variable}.early"]
+    early = Seeds.of(figures, "serial.early").minus(Seeds.of(figures, f"{variable}.early"))
+    end = Seeds.of(figures, "serial.final").minus(Seeds.of(figures, f"{variable}.final"))
+    gap = early.minus(end)
     reason = NOT_KNOWN
     # a lead of 9 points needs an accuracy that training with units misses by as much
     if figures[f"{variable}.final"] > 91:
         reason = f"these images are easier: e/(e+1) reaches {figures[f'{variable}.final']:.0f} %"
+
+    def leads(kind: str, leading: Iterable[str], behind: Iterable[str]) -> Finding:
+        return _leads(figures, [f"{one}.{kind}" for one in leading], [f"{one}.{kind}" for one in behind])
+
     return {
-        "early": _lead(figures["0.7.early"] - figures["0.95.early"]),
-        "late": _lead(figures["0.95.late"] - figures["0.7.late"]),
-        "spread": _lead(figures["0.7.spread"] - figures["0.95.spread"]),
-        "slowest": _lead(slowest),
-        "slowest_spread": _lead(least_spread),
-        "variable": _lead(figures[f"{variable}.early"] - figures["0.95.early"]),
-        "variable_spread": _lead(late_spread - figures[f"{variable}.late_spread"]),
+        "early": leads("early", ["0.7"], ["0.95"]),
+        "late": leads("late", ["0.95"], ["0.7"]),
+        "spread": leads("spread", ["0.7"], ["0.95"]),
+        "slowest": leads("early", faster, ["0.999"]),
+        "slowest_spread": leads("spread", faster, ["0.999"]),
+        "variable": leads("early", [variable], ["0.95"]),
+        "variable_spread": leads("late_spread", ["0.7", "0.95"], [variable]),
         "serial": _judge(abs(behind - 9) <= 3, f"{behind:.1f}", reason),
-        "gap": _lead(gap - behind),
-        "smooth": _lead(figures["serial.change"] - figures[f"{variable}.change"]),
+        "gap": gap.is_above(0.0, f"{gap.value:.1f}"),
+        "smooth": leads("change", ["serial"], [variable]),
     }
 
 
@@ -267,29 +323,29 @@ def _preemption(figures: Figures) -> Findings:
 
 
 def _moe_throughput(figures: Figures) -> Findings:
+    ratio_constant = "batches in flight and their sizes were chosen beside the paper's ratio"
     findings = {}
     for kind, paper in (("ffn", 41.6), ("transformer", 68.0)):
         ours = figures[f"{kind}_200ms_samples_per_s"]
         passed_on = figures[f"{kind}_model_parallel_200ms_samples_per_s"]
         kept = ours / figures[f"{kind}_0ms_samples_per_s"]
         degraded = passed_on / figures[f"{kind}_model_parallel_0ms_samples_per_s"]
-        reason = NOT_KNOWN
-        if degraded < 0.1:
-            reason = "model-parallel only waits here, so the ratio is the speed of our processor and blocks"
+        ratio = ours / passed_on
         findings[f"{kind}_kept"] = _judge(kept >= 0.9, f"{kept:.0%}")
         findings[f"{kind}_degrades"] = _judge(degraded < 0.1, f"{degraded:.1%}")
-        findings[f"{kind}_ratio"] = _judge(
-            _within(0.25, ours / passed_on, paper), f"{ours / passed_on:.0f}", reason
-        )
+        findings[f"{kind}_ratio"] = _fit(_within(0.25, ratio, paper), f"{ratio:.0f}", ratio_constant)
     few, some = (figures[f"checkpointing_factor_room_{room}"] for room in (2, 4))
     # hosts that keep activations are not spared the second forward pass, so factors are up to a third too large
-    findings["checkpointing"] = _judge(some * 3 / 4 <= 9 <= few, f"{few:.1f}, {some:.1f} times")
+    fits = some * 3 / 4 <= 9 <= few
+    constant = "the paper says 'a few' batches; that these are 2 to 4 is ours"
+    findings["checkpointing"] = _fit(fits, f"{few:.1f}, {some:.1f} times", constant)
     return findings
 
 
 def _moe_transfers(figures: Figures) -> Findings:
-    lost = figures["int8_accuracy_drop"]
-    return {"eight_bits": _judge(lost <= 1, f"{lost:.1f}")}
+    whole = Seeds.of(figures, "e16_low_float32_mean_accuracy")
+    lost = whole.minus(Seeds.of(figures, "e16_low_int8_mean_accuracy"))
+    return {"eight_bits": lost.is_below(1.0, f"{lost.value:.1f}")}
 
 
 def _moe_convergence(figures: Figures) -> Findings:
@@ -297,15 +353,20 @@ def _moe_convergence(figures: Figures) -> Findings:
     for model in ("ffn", "e16", "e64", "e1024"):
         # the quick preset has no 1,024 experts
         if f"{model}_low_mean_accuracy" in figures:
-            lost[model] = figures[f"{model}_low_mean_accuracy"] - figures[f"{model}_high_mean_accuracy"]
-    losses = ", ".join(f"{points:.0f}" for points in lost.values())
+            low = Seeds.of(figures, f"{model}_low_mean_accuracy")
+            lost[model] = low.minus(Seeds.of(figures, f"{model}_high_mean_accuracy"))
+    losses = ", ".join(f"{one.value:.0f}" for one in lost.values())
     ffn, *mixtures = lost.values()
-    failing = figures["e64_low_mean_accuracy"] - figures["e64_failures_mean_accuracy"]
+    *smaller, largest = mixtures
+    calm = Seeds.of(figures, "e64_low_mean_accuracy")
+    failing = calm.minus(Seeds.of(figures, "e64_failures_mean_accuracy"))
     return {
-        "harder": _judge(min(lost.values()) > 0, losses),
-        "mixtures": _judge(ffn > max(mixtures), losses),
-        "largest": _judge(mixtures[-1] == min(mixtures), ", ".join(f"{points:.0f}" for points in mixtures)),
-        "failures": _judge(failing < 5, f"{failing:.1f}"),
+        "harder": min(lost.values()).is_above(0.0, losses),
+        "mixtures": ffn.minus(max(mixtures)).is_above(0.0, losses),
+        "largest": min(smaller)
+        .minus(largest)
+        .is_above(0.0, ", ".join(f"{one.value:.0f}" for one in mixtures)),
+        "failures": failing.is_below(5.0, f"{failing.value:.1f}"),
     }
 
 
@@ -314,6 +375,8 @@ def _beam(figures: Figures) -> Findings:
     for name, paper in (("100", 317), ("1k", 528), ("10k", 764)):
         ms = figures[f"cold_ms_{name}"]
         findings[name] = _judge(_within(0.25, ms, paper), f"{ms:.0f}")
+    growth = figures["cold_ms_10k"] / figures["cold_ms_100"]
+    findings["growth"] = _judge(growth <= 2 * 1.25, f"{growth:.1f} times")
     return findings
 
 
@@ -338,18 +401,30 @@ def _elastic(figures: Figures) -> Findings:
     correlation = 0.0
     if len(set(accuracies)) > 1 and len(set(distances)) > 1:
         correlation = statistics.correlation(accuracies, distances)
-    lost = figures["accuracy_drop"]
-    late = figures["accuracy_mlp_beta_1"] - figures["accuracy_mlp_variance"]
-    fed_back = figures["topk_feedback_drop"]
-    alone = figures["topk_alone_drop"]
+    drops = []
+    # the quick preset has one model
+    for model in STRESS:
+        if f"accuracy_{model}_beta_1" in figures:
+            whole = Seeds.of(figures, f"accuracy_{model}_beta_1")
+            drops.append(whole.minus(Seeds.of(figures, f"accuracy_{model}_beta_0.8")))
+    lost = max(drops)
+    consistent = Seeds.of(figures, "accuracy_mlp_beta_1")
+    late = consistent.minus(Seeds.of(figures, "accuracy_mlp_variance"))
+    helps = Seeds.of(figures, "topk_alone_drop").minus(Seeds.of(figures, "topk_feedback_drop"))
+    points = f"{figures['topk_feedback_drop']:.1f}, {figures['topk_alone_drop']:.1f}"
     # of the benchmark only
     if "step_ms_l0_0.8" in figures:
         faster = figures["step_ms_synchronous"] / figures["step_ms_l0_0.8"]
-        findings["speed"] = _judge(faster > 1.05, f"{faster:.2f} times")
-    findings["correlation"] = _judge(correlation < -0.7, f"{correlation:.2f}")
-    findings["accuracy"] = _judge(lost <= 1, f"{lost:.1f}")
-    findings["variance_accuracy"] = _judge(late <= 1, f"{late:.1f}")
-    findings["feedback"] = _judge(fed_back < alone, f"{fed_back:.1f}, {alone:.1f}")
+        reason = "one run, beside our own synchronous steps instead of BytePS"
+        findings["speed"] = Finding(f"{faster:.2f} times", NOT_JUDGED, reason)
+    constant = "rates are so high that accuracy depends on consistency; at usual ones all end equal"
+    for name in ("onebit", "topk:0.01"):
+        gamma = figures[f"gamma_{name}"]
+        findings[f"gamma_{name}"] = _judge(gamma <= figures[f"gamma_bound_{name}"], f"{gamma:.3f}")
+    findings["correlation"] = _fit(correlation < -0.7, f"{correlation:.2f}", constant)
+    findings["accuracy"] = lost.is_below(1.0, f"{lost.value:.1f}")
+    findings["variance_accuracy"] = late.is_below(1.0, f"{late.value:.1f}")
+    findings["feedback"] = helps.is_above(0.0, points)
     return findings
 
 

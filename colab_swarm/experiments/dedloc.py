@@ -169,6 +169,19 @@ def run_strategy(report: Report) -> None:
         setup = random_setup(random.Random(seed))
         took_s.append(timeit(partial(plan_round, setup), number=1))
     report.add("solve_ms_64", 1e3 * statistics.median(took_s), "ms", "random setups of 64 peers")
+    for name, hosts in SPECIAL_CASES.items():
+        shares = plan_round(hosts).shares
+        report.add(f"special_{name}", shares[-1], "", f"share of the last of {len(hosts)} peers")
+
+
+_SLOW = (host(10 * MEGABIT),) * 4
+SPECIAL_CASES = {
+    "all_reduce": (host(GIGABIT),) * 4,
+    "server": (*_SLOW, host(100 * GIGABIT, trains=False)),
+    "byteps": (*_SLOW, host(10 * MEGABIT, trains=False)),
+    "client": (*_SLOW, msgspec.structs.replace(_SLOW[0], reduces=False)),
+}
+"""Equal peers, one that is far faster, one that only reduces, and one that nobody can dial: section 3.2."""
 
 
 def random_setup(rng: random.Random) -> list[Ticket]:
@@ -526,6 +539,11 @@ def failing_at_random(share: float, seed: int) -> Callable[[str, int], bool]:
 
 @reports("groups")
 def run_groups(report: Report) -> None:
+    spread, difference = _beside_one_process()
+    report.add(
+        "spread_of_trainers", spread, "", "largest difference between 4 peers' parameters after 6 steps"
+    )
+    report.add("one_process", difference, "", "largest difference to one process with the joined batches")
     for count in (16, 13):
         town = Town(count, group_size=4)
         story = play(town)
@@ -536,6 +554,34 @@ def run_groups(report: Report) -> None:
         _measure_crashes(report, size)
     for percent in (0, 5, 10, 20, 50):
         report.add(f"size_16_q{percent}", chosen_size(16, percent / 100), "peers", "chosen")
+
+
+def _beside_one_process() -> tuple[float, float]:
+    """Return how far peers that train together differ from each other, and from one process with their batches."""
+    steps = 6
+    target = torch.randn(64, generator=torch.Generator().manual_seed(0))
+    taken: dict[int, list[torch.Tensor]] = {step: [] for step in range(steps)}
+
+    def train(swarm: cs.Swarm) -> torch.Tensor:
+        weights = torch.nn.Parameter(torch.zeros(64))
+        noise = torch.Generator().manual_seed(swarm.id[0])
+        optimizer = swarm.optimizer(torch.optim.SGD([weights], lr=0.1, momentum=0.9), target_batch_size=128)
+        while optimizer.global_step < steps:
+            gradient = weights.detach() - target + torch.randn(64, generator=noise)
+            weights.grad = gradient.clone()
+            taken[optimizer.global_step].append(gradient)
+            optimizer.step(samples=16)
+        return weights.detach()
+
+    with cs.simulate(4, network="lan", seed=0, samples_per_s=32) as simulation:
+        trained = torch.stack(list(simulation.run(train).values()))
+    alone = torch.nn.Parameter(torch.zeros(64))
+    optimizer = torch.optim.SGD([alone], lr=0.1, momentum=0.9)
+    for gradients in taken.values():
+        alone.grad = torch.stack(gradients).mean(0)
+        optimizer.step()
+    spread = (trained - trained[0]).abs().max()
+    return float(spread), float((trained - alone.detach()).abs().max())
 
 
 def _measure_crashes(report: Report, size: int) -> None:

@@ -317,23 +317,20 @@ def emulate(task: ConsistencyTask, scene: Scene, seed: int) -> Emulation:
     return Emulation(slow, task.start, task.gradient).run()
 
 
-def accuracies(report: Report, data: str, model: Model, seeds: int) -> float:
+def measure_schedulers(report: Report, data: str, model: Model, seeds: int) -> float:
     """Report the final accuracy for each scheduler; return how many points beta 0.8 loses."""
     cases = {"variance": SCHEDULERS["variance"]}
     cases |= {f"beta_{beta:g}": partial(schedulers.NormBounded, beta) for beta in BETAS}
     for case, scheduler in cases.items():
-        reached = []
+        accuracies = []
         distances = []
         for seed in range(seeds):
             task = ConsistencyTask(seed, model, data)
-            run = emulate(task, replace(STRESS[model], scheduler=scheduler), seed)
-            for member in run.members:
-                reached.append(task.accuracy(member.parameters))
-                distances.append(member.meter.measured)
-        accuracy = statistics.mean(reached)
-        distance = statistics.mean(distances)
-        report.add(f"accuracy_{model}_{case}", accuracy, "%", f"{seeds} seeds")
-        report.add(f"distance_{model}_{case}", distance, "", "||x - v|| / alpha, rms")
+            members = emulate(task, replace(STRESS[model], scheduler=scheduler), seed).members
+            accuracies.append(statistics.mean(task.accuracy(member.parameters) for member in members))
+            distances.append(statistics.mean(member.meter.measured for member in members))
+        report.add_seeds(f"accuracy_{model}_{case}", accuracies, "%")
+        report.add_seeds(f"distance_{model}_{case}", distances, "", "||x - v|| / alpha, rms")
     return report.figures[f"accuracy_{model}_beta_1"] - report.figures[f"accuracy_{model}_beta_0.8"]
 
 
@@ -357,17 +354,34 @@ def ratios(report: Report, steps: int, peers: int = 4, data: str = "digits") -> 
     report.add("max_bound_ratio", largest, "", "largest measured / bound; <= 1 wanted")
 
 
+def gammas(report: Report) -> None:
+    """Report the largest ``||Q(w) - w||^2 / ||w||^2`` of gradients w, and the codec's bound (equation 25)."""
+    task = ConsistencyTask(0)
+    gradients = [task.gradient(0, step, task.start) for step in range(20)]
+    for name in ("onebit", "topk:0.01"):
+        codec = codec_of(name)
+        lost = []
+        for values in gradients:
+            error = codec.decode(codec.encode(values), len(values)) - values
+            lost.append(float(np.square(error).sum() / np.square(values).sum()))
+        report.add(f"gamma_{name}", max(lost), "", "||Q(w) - w||^2 / ||w||^2, largest of 20 gradients")
+        report.add(f"gamma_bound_{name}", codec.gamma(len(task.start)), "", "gamma of the codec")
+
+
 def compressions(report: Report, data: str, seeds: int) -> None:
     topk = replace(COMPRESSED, codec="topk:0.01")
-    accuracies = []
+    drops: dict[str, list[float]] = {"topk_feedback_drop": [], "topk_alone_drop": []}
     for seed in range(seeds):
         task = ConsistencyTask(seed, data=data)
+        accuracies = []
         for like in (COMPRESSED, topk, replace(topk, feedback=False)):
             run = Emulation(replace(like, sizes=task.sizes), task.start, task.gradient).run()
             accuracies.append(statistics.mean(task.accuracy(member.parameters) for member in run.members))
-    whole, fed_back, alone = np.reshape(accuracies, (seeds, 3)).mean(0)
-    drops = {"topk_feedback_drop": whole - fed_back, "topk_alone_drop": whole - alone}
-    report.add_all(drops, "points", f"of {whole:.2f} % uncompressed")
+        whole, fed_back, alone = accuracies
+        drops["topk_feedback_drop"].append(whole - fed_back)
+        drops["topk_alone_drop"].append(whole - alone)
+    for key, points in drops.items():
+        report.add_seeds(key, points, "points", f"{seeds} seeds, against uncompressed gradients")
 
 
 @reports("elastic")
@@ -380,10 +394,11 @@ def run_emulated(report: Report, data: str = "digits") -> None:
         seeds = 1
     # tensors are tiny
     torch.set_num_threads(1)
-    drops = [accuracies(report, data, model, seeds) for model in models]
+    drops = [measure_schedulers(report, data, model, seeds) for model in models]
     report.add("accuracy_drop", max(drops), "points", "of beta 0.8 against 1; <= 1 wanted")
     ratios(report, steps=20 if report.quick else 150, data=data)
     compressions(report, data, seeds)
+    gammas(report)
 
 
 def plot(report: Report, path: str) -> None:

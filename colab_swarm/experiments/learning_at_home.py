@@ -33,6 +33,7 @@ import itertools
 import math
 import os
 import random
+import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -435,8 +436,8 @@ def run_convergence(report: Report, faithful: bool = False, data: str = "digits"
         report.curves[name] = curves
         # a single evaluation is noisy
         for kind, begin in (("final", -max(1, evaluations // 6)), ("mean", 0)):
-            percent = 100 * float(np.array(curves)[:, begin:].mean())
-            report.add(f"{name}_{kind}_accuracy", percent, "%", f"{seeds} seeds")
+            percents = 100 * np.array(curves)[:, begin:].mean(1)
+            report.add_seeds(f"{name}_{kind}_accuracy", percents.tolist(), "%")
 
 
 @reports("moe_transfers")
@@ -449,9 +450,9 @@ def run_transfers(report: Report, data: str = "digits") -> None:
     for codec in ("float32", "int8"):
         scene = ConvergenceScene(MODELS["e16"], *DELAYS["low"], batches, evaluations, data=data, codec=codec)
         emulations = [ConvergenceEmulation(scene, seed) for seed in range(seeds)]
-        accuracy = np.mean([run_virtual(emulation.run()) for emulation in emulations])
+        accuracies = [100 * statistics.mean(run_virtual(emulation.run())) for emulation in emulations]
         sent_bytes = sum(layer.sent_bytes for layer in emulations[0].layers)
-        report.add(f"e16_low_{codec}_mean_accuracy", 100 * float(accuracy), "%", f"{seeds} seeds")
+        report.add_seeds(f"e16_low_{codec}_mean_accuracy", accuracies, "%")
         report.add(f"e16_low_{codec}_sent", sent_bytes / 1e6, "MB", f"{batches} batches, evaluations too")
     figures = report.figures
     lost = figures["e16_low_float32_mean_accuracy"] - figures["e16_low_int8_mean_accuracy"]

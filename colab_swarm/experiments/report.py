@@ -1,5 +1,7 @@
 """What an experiment returns: its figures, and what they look like. `claims` compares them with the paper's."""
 
+import math
+import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import wraps
@@ -34,6 +36,13 @@ class Report:
 
     def add_all(self, figures: Mapping[str, float], unit: str = "", note: str = "") -> None:
         self.add_rows(*((key, value, unit, note) for key, value in figures.items()))
+
+    def add_seeds(self, key: str, values: Sequence[float], unit: str = "", note: str = "") -> None:
+        """Add the mean over seeds and, of several, its standard error as ``KEY_error``."""
+        self.add(key, statistics.mean(values), unit, note or f"{len(values)} seeds")
+        if len(values) > 1:
+            error = statistics.stdev(values) / math.sqrt(len(values))
+            self.add(f"{key}_error", error, unit, "standard error of the mean")
 
     @property
     def figures(self) -> dict[str, float]:

@@ -24,7 +24,7 @@ import statistics
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from itertools import chain, pairwise
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -116,38 +116,35 @@ def run(report: Report, data: str = "digits") -> None:
     report.curves |= runs
     for name, curves in runs.items():
         key = re.sub(r"[()]", "", name.replace("/", "_over_"))
-        report.add(f"{key}.final", _mean(curves, slice(-1, None)), "%", f"{len(curves)} seeds")
-        report.add(f"{key}.early", _mean(curves, slice(EARLY)), "%", f"mean of the first {EARLY} epochs")
-        report.add(f"{key}.late", _mean(curves, LATE), "%", "mean of the later epochs")
-        report.add(
-            f"{key}.change", _change(curves), "points", "from an epoch to the next, mean of the later ones"
+        last = [100 * curve[-1].mean for curve in curves]
+        report.add_seeds(f"{key}.final", last, "%")
+        early = [_mean(curve[:EARLY]) for curve in curves]
+        report.add_seeds(f"{key}.early", early, "%", f"mean of the first {EARLY} epochs")
+        late = [_mean(curve[LATE]) for curve in curves]
+        report.add_seeds(f"{key}.late", late, "%", "mean of the later epochs")
+        changes = [_change(curve[LATE]) for curve in curves]
+        report.add_seeds(
+            f"{key}.change", changes, "points", "from an epoch to the next, mean of the later ones"
         )
         if name != "serial":
-            report.add(f"{key}.spread", spread(curves), "points", "of the units of an epoch, mean")
-            later = [curve[LATE] for curve in curves]
-            report.add(f"{key}.late_spread", spread(later), "points", "the same of the later epochs")
+            spreads = [spread(curve) for curve in curves]
+            report.add_seeds(f"{key}.spread", spreads, "points", "of the units of an epoch, mean")
+            spreads = [spread(curve[LATE]) for curve in curves]
+            report.add_seeds(f"{key}.late_spread", spreads, "points", "the same of the later epochs")
     figures = report.figures
     best = max(figures[f"{name}.final"] for name in ("0.7", "0.95", "0.999", "e_over_e+1"))
     report.add("serial_minus_best", figures["serial.final"] - best, "points", "the paper: 9")
 
 
-def _mean(curves: Sequence[Sequence[Epoch]], part: slice) -> float:
-    epochs: list[Epoch] = []
-    for curve in curves:
-        epochs += curve[part]
+def _mean(epochs: Sequence[Epoch]) -> float:
     return 100 * statistics.mean(epoch.mean for epoch in epochs)
 
 
-def _change(curves: Sequence[Sequence[Epoch]]) -> float:
-    changes = []
-    for curve in curves:
-        for before, now in pairwise(curve[LATE]):
-            changes.append(abs(now.mean - before.mean))
-    return 100 * statistics.mean(changes)
+def _change(epochs: Sequence[Epoch]) -> float:
+    return 100 * statistics.mean(abs(now.mean - before.mean) for before, now in pairwise(epochs))
 
 
-def spread(curves: Sequence[Sequence[Epoch]]) -> float:
-    epochs = chain.from_iterable(curves)
+def spread(epochs: Sequence[Epoch]) -> float:
     return 100 * statistics.mean(epoch.high - epoch.low for epoch in epochs)
 
 

@@ -51,7 +51,7 @@ def save(report: Report, path: str | Path) -> None:
 
 
 def store_findings(report: Report, *, minutes: float) -> None:
-    """Keep the findings of a full preset in the package, with date, machine and version."""
+    """Keep the findings and figures of a full preset in the package, with date, machine and version."""
     # not by the processes whose memory is measured: it loads torch
     from colab_swarm.experiments import claims
 
@@ -63,6 +63,7 @@ def store_findings(report: Report, *, minutes: float) -> None:
         "version": version("colab-swarm"),
         "minutes": round(minutes, 1),
         "findings": measured,
+        "figures": {key: float(f"{value:.6g}") for key, value in report.figures.items()},
     }
     claims.FULL_RUNS_FILE.write_text(json.dumps(dict(sorted(runs.items())), indent=1) + "\n")
     print(claims.compare(report))

@@ -18,4 +18,4 @@ def test_a_larger_alpha_learns_later_and_spreads_less() -> None:
     small, again, other, large = (train_by_volunteers(small_job(alpha), seed=seed) for alpha, seed in runs)
     assert small == again != other and small[-1].mean > max(small[0].mean, large[-1].mean)
     assert all(one.low <= one.mean <= one.high for one in small)
-    assert vc_asgd.spread([small]) > vc_asgd.spread([large])
+    assert vc_asgd.spread(small) > vc_asgd.spread(large)
