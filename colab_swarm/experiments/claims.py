@@ -188,6 +188,7 @@ def _albert(figures: Figures) -> Findings:
     high_s = figures["high_bandwidth_s"]
     slowdown = figures["heterogeneous_s"] / high_s
     load = figures["load_balancing_gain"]
+    whole = figures["whole_peers_gain"]
     auxiliary = figures["auxiliary_gain"]
     part_time = figures["part_time_share"]
     without = high_s / figures["auxiliary_s"]
@@ -201,6 +202,7 @@ def _albert(figures: Figures) -> Findings:
             _within(0.1, slowdown, 2.5), f"{slowdown:.2f} times", "the time to compute was chosen so"
         ),
         "load_balancing": _judge(_within(0.1, load, 1.47), f"{load:.2f} times"),
+        "whole_peers": _judge(_within(0.1, whole, 1.47), f"{whole:.2f} times"),
         "auxiliary": _judge(auxiliary > 1.6, f"{auxiliary:.2f} times"),
         "time_varying": _judge(_within(0.1, part_time, 0.74), f"{part_time:.0%}"),
         "part_time_helps": _judge(helps, f"{without:.0%} to {part_time:.0%}", bottleneck),

@@ -42,7 +42,7 @@ from colab_swarm.averaging.moshpit import MoshpitAverager, MoshpitResult, RoundM
 from colab_swarm.averaging.result import GroupResult
 from colab_swarm.averaging.round import Averager
 from colab_swarm.averaging.router import PrefixRouter
-from colab_swarm.averaging.strategy import adaptive_shares, plan_round
+from colab_swarm.averaging.strategy import AdaptiveShares, adaptive_shares, plan_round
 from colab_swarm.dht.service import DHT
 from colab_swarm.events import StepFinished
 from colab_swarm.experiments.report import Lines, Report, draw, reports
@@ -54,6 +54,7 @@ from colab_swarm.sim.profiles import DEDLOC16, GIGABIT, MEGABIT
 from colab_swarm.swarm.simulation import Simulation
 from colab_swarm.tensors.codecs import Floats
 from colab_swarm.tensors.vector import HostVector, Vector
+from colab_swarm.training.link_rounds import LinkRounds
 
 T = TypeVar("T")
 PATIENT = AveragingSettings(round_timeout_s=600.0, patience_s=60.0)
@@ -259,8 +260,12 @@ def run_albert(report: Report) -> None:
             part_s = simulate_round(crowd, adaptive_shares, ALBERT_LARGE, max(scale, count // TRAINERS))
             step = albert_step(crowd, batch_s, part_s)
             report.add(f"scaling_{name}_{count}_s", step.delayed_s, "s", f"{count} peers, delayed")
-    for delayed, key in ((False, "whole_peers_sequential_s"), (True, "whole_peers_s")):
-        report.add(key, _whole_peers_s(batch_s, whole, delayed=delayed), "s", f"1/{whole} of the bytes")
+    for key, shares, delayed in WHOLE_PEERS:
+        report.add(
+            key, _whole_peers_s(batch_s, whole, shares, delayed=delayed), "s", f"1/{whole} of the bytes"
+        )
+    gain = report.figures["whole_peers_equal_s"] / report.figures["whole_peers_s"]
+    report.add("whole_peers_gain", gain, "times", "of balanced shares, by whole peers; published 1.47")
 
 
 @dataclass(frozen=True)
@@ -295,7 +300,23 @@ def albert_steps(scale: int) -> dict[str, AlbertStep]:
     return steps
 
 
-def _whole_peers_s(batch_s: float, scale: int, *, delayed: bool) -> float:
+class EqualShares(AdaptiveShares):
+    """The strategy of a peer that plans no shares."""
+
+    def __call__(self, tickets: Sequence[Ticket]) -> SharePlan:
+        return equal_shares(tickets)
+
+
+WHOLE_PEERS = (
+    ("whole_peers_equal_s", EqualShares, True),
+    ("whole_peers_sequential_s", AdaptiveShares, False),
+    ("whole_peers_s", AdaptiveShares, True),
+)
+
+
+def _whole_peers_s(
+    batch_s: float, scale: int, shares: Callable[[], AdaptiveShares], *, delayed: bool
+) -> float:
     hosts = tuple(HostProfile(line.upload_bps / scale, line.download_bps / scale) for line in DEDLOC16.hosts)
     profile: NetworkProfile = replace(DEDLOC16, name="scaled", hosts=hosts)
 
@@ -303,6 +324,8 @@ def _whole_peers_s(batch_s: float, scale: int, *, delayed: bool) -> float:
         weights = torch.nn.Parameter(torch.zeros(ALBERT_LARGE.numel // scale))
         inner = torch.optim.SGD([weights], lr=0.1)
         optimizer = swarm.optimizer(inner, target_batch_size=BATCH, compression="float16", overlap=delayed)
+        assert isinstance(optimizer.rounds, LinkRounds)
+        optimizer.rounds.shares = shares()
         while optimizer.global_step < WHOLE_STEPS:
             weights.grad = torch.ones_like(weights)
             optimizer.step(samples=BATCH // TRAINERS // 8)

@@ -16,7 +16,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from colab_swarm.averaging.forming import FormationSettings, holders_of
-from colab_swarm.averaging.group import Group, RoundTerms, Ticket
+from colab_swarm.averaging.group import Group, RoundTerms, SharePlan, Ticket
 from colab_swarm.averaging.rendezvous import Rendezvous
 from colab_swarm.averaging.result import GroupResult
 from colab_swarm.averaging.strategy import AdaptiveShares
@@ -63,11 +63,11 @@ class LinkRounds(Rounds):
     ) -> None:
         super().__init__(services, settings, own, model)
         self._bandwidth = LinkBandwidth(services.peers)
-        self._shares = AdaptiveShares()
+        self.shares = AdaptiveShares()  # what plans the spans
         codecs = settings.compression, settings.mean_compression
         terms = RoundTerms(settings.prefix, 0, b"", model.numel, model.schema, *codecs)
         formation = FormationSettings(
-            terms, self.view.round_samples, self._shares, agree=self.comparison.agree
+            terms, self.view.round_samples, self._planned, agree=self.comparison.agree
         )
         self._rendezvous = Rendezvous(services.router, settings.prefix, formation, self)
         self.share = self._rendezvous.share
@@ -90,6 +90,9 @@ class LinkRounds(Rounds):
         )
         self._loop = asyncio.get_running_loop()
         self._stop_listening = services.peers.on_lost(self._on_lost)
+
+    def _planned(self, tickets: Sequence[Ticket]) -> SharePlan:
+        return self.shares(tickets)
 
     @property
     def line_bps(self) -> tuple[float | None, float | None]:
@@ -390,7 +393,7 @@ class LinkRounds(Rounds):
         self.comparison.moved_bytes += result.sent_bytes + result.received_bytes
         if not result.spans_lost and len(result.contributors) > 1:
             shares = [member.share for member in group.members]
-            self._shares.on_round(shares, group.predicted_s, result.exchange_s)
+            self.shares.on_round(shares, group.predicted_s, result.exchange_s)
         self.services.events.emit(result.event(began_at=began_at, now=loop_now()))
         return result
 
