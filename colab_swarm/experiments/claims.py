@@ -325,22 +325,19 @@ def _preemption(figures: Figures) -> Findings:
 
 
 def _moe_throughput(figures: Figures) -> Findings:
-    ratio_constant = "batches in flight and their sizes were chosen beside the paper's ratio"
     findings = {}
-    for kind, paper in (("ffn", 41.6), ("transformer", 68.0)):
+    for kind in ("ffn", "transformer"):
         ours = figures[f"{kind}_200ms_samples_per_s"]
         passed_on = figures[f"{kind}_model_parallel_200ms_samples_per_s"]
         kept = ours / figures[f"{kind}_0ms_samples_per_s"]
         degraded = passed_on / figures[f"{kind}_model_parallel_0ms_samples_per_s"]
-        ratio = ours / passed_on
+        reason = "model-parallel only waits here, so the ratio is the speed of our processor and blocks"
         findings[f"{kind}_kept"] = _judge(kept >= 0.9, f"{kept:.0%}")
         findings[f"{kind}_degrades"] = _judge(degraded < 0.1, f"{degraded:.1%}")
-        findings[f"{kind}_ratio"] = _fit(_within(0.25, ratio, paper), f"{ratio:.0f}", ratio_constant)
+        findings[f"{kind}_ratio"] = Finding(f"{ours / passed_on:.0f}", NOT_JUDGED, reason)
     few, some = (figures[f"checkpointing_factor_room_{room}"] for room in (2, 4))
-    # hosts that keep activations are not spared the second forward pass, so factors are up to a third too large
-    fits = some * 3 / 4 <= 9 <= few
-    constant = "the paper says 'a few' batches; that these are 2 to 4 is ours"
-    findings["checkpointing"] = _fit(fits, f"{few:.1f}, {some:.1f} times", constant)
+    reason = "the paper says 'a few' batches; that these are 2 and 4 is ours"
+    findings["checkpointing"] = Finding(f"{few:.1f}, {some:.1f} times", NOT_JUDGED, reason)
     return findings
 
 
