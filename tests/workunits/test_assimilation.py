@@ -1,7 +1,6 @@
 """Results are checked and become parameters, once each, whatever the store and the servers do meanwhile."""
 
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -13,7 +12,7 @@ import numpy as np
 import pytest
 
 from colab_swarm.errors import StoreError
-from colab_swarm.workunits.servers import STORE, ParameterServer, ServerPool, stop_at_sigterm
+from colab_swarm.workunits.servers import STORE, ParameterServer, ServerPool
 from colab_swarm.workunits.sql_store import MEMORY, SqlStore
 from colab_swarm.workunits.state import Accepted, AnyEntry, Assimilated, Measured, Unit
 from colab_swarm.workunits.store import ParameterStore, Update
@@ -53,16 +52,6 @@ def test_a_result_is_assimilated_and_measured() -> None:
     assert [entry.unit.subset for entry in entries(store, Assimilated)] == [0, 1]  # type: ignore[attr-defined]
     measured = entries(store, Measured)
     assert [(entry.at, entry.unit) for entry in measured] == [(10.0, Unit(1, 0)), (11.0, Unit(1, 1))]  # type: ignore[attr-defined]
-
-
-def test_an_accuracy_that_could_not_be_written_is_written_by_the_next_call() -> None:
-    store = Shaky(MEMORY, "digits")
-    fill(store, NUMEL, 0, 1)
-    server, store.faults = ParameterServer(store, JOB, "server-1"), {"append"}
-    with pytest.raises(StoreError):
-        server.run_once(10.0)
-    assert [server.run_once(now) for now in (11.0, 12.0, 13.0)] == [True, True, False]
-    assert [entry.at for entry in entries(store, Measured)] == [10.0, 12.0]  # type: ignore[attr-defined]
 
 
 class Shaky(SqlStore):
@@ -133,18 +122,6 @@ def test_a_server_process_serves_until_it_is_stopped_or_its_parent_dies(tmp_path
         store.close()
 
 
-def test_a_server_that_looks_at_its_event_when_sigterm_comes_stops_too() -> None:
-    server = ParameterServer(SqlStore(MEMORY, "digits"), JOB, "s")
-    before = signal.getsignal(signal.SIGTERM)
-    stop_at_sigterm(server)
-    try:
-        with server._end._cond:  # as in `wait`
-            signal.raise_signal(signal.SIGTERM)
-        assert server._end.wait(10)
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
 BASE = np.zeros(5418, np.float32)
 
 
@@ -195,7 +172,8 @@ def test_values_that_are_not_finite_are_counted_and_the_largest_floats_do_not_ov
 
 class Fellow:
     def __init__(self, name: str) -> None:
-        self.name, self.living, self.waited = name, True, False
+        self.name = name
+        self.living = True
 
     def is_alive(self) -> bool:
         return self.living
@@ -204,68 +182,70 @@ class Fellow:
         self.living = False
 
     def join(self, timeout_s: float) -> None:
-        self.waited = True
+        assert not self.living
 
 
-class Scene:
-    def __init__(self) -> None:
-        self.hired: list[Fellow] = []
-        self.crew = ServerPool(self._hire)
+def pool() -> tuple[ServerPool, list[Fellow]]:
+    """With all that it ever hired."""
+    hired: list[Fellow] = []
 
-    def _hire(self, name: str) -> Fellow:
-        self.hired.append(Fellow(name))
-        return self.hired[-1]
+    def hire(name: str) -> Fellow:
+        hired.append(Fellow(name))
+        return hired[-1]
 
-    def living(self) -> list[str]:
-        return [fellow.name for fellow in self.hired if fellow.living]
+    return ServerPool(hire), hired
 
 
 def test_as_many_work_as_are_wanted() -> None:
-    scene = Scene()
-    assert scene.crew.wanted(0, now=0.0) == 1
+    servers, hired = pool()
+    assert servers.wanted(0, now=0.0) == 1
     for wanted, names in ((2, ["server-1", "server-2"]), (1, ["server-1"]), (2, ["server-1", "server-3"])):
-        scene.crew.keep(wanted, now=0.0)
-        assert scene.living() == names and scene.crew.size == wanted
-    assert scene.crew.deaths == 0
-    scene.crew.close()
-    assert scene.crew.size == 0 and all(fellow.waited for fellow in scene.hired if fellow.name != "server-2")
+        servers.keep(wanted, now=0.0)
+        assert [fellow.name for fellow in hired if fellow.living] == names and servers.size == wanted
+    servers.close()
+    assert (servers.size, servers.deaths) == (0, 0) and not any(fellow.living for fellow in hired)
 
 
 def test_the_dead_are_replaced_after_ever_longer_rests() -> None:
-    scene, rests, now = Scene(), list[float](), 0.0
-    scene.crew.keep(1, now=0.0)
+    servers, hired = pool()
+    rests, now = list[float](), 0.0
+    servers.keep(1, now=0.0)
     for _ in range(8):
-        scene.hired[-1].living = False
+        hired[-1].living = False
         died_at = now
-        scene.crew.keep(1, now=now)
-        while not scene.crew.size:
+        servers.keep(1, now=now)
+        while not servers.size:
             now += 1.0
-            scene.crew.keep(1, now=now)
+            servers.keep(1, now=now)
         rests.append(now - died_at)
-    assert rests == [2, 4, 8, 16, 32, 60, 60, 60] and scene.crew.deaths == 8
+    assert rests == [2, 4, 8, 16, 32, 60, 60, 60] and servers.deaths == 8
 
 
-def follow(waiting: dict[range, int]) -> list[int]:
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(os, "cpu_count", lambda: 5)  # one is the coordinator's
-        scene = Scene()
-    scene.crew.keep(1, now=0.0)
-    servers = [1]
+WAVES = {range(start, start + 10): (start // 10) % 2 * 5 for start in range(20, 200, 10)}
+
+
+@pytest.mark.parametrize(
+    ("waiting", "sizes"),
+    [
+        ({range(0, 20): 50}, {0: 1, 2: 1, 3: 2, 5: 3, 7: 4, 20: 4}),
+        ({range(0, 10): 50, range(10, 40): 1, range(40, 200): 0}, {50: 4, 72: 3, 200: 1}),
+        ({range(0, 20): 50, **WAVES}, {200: 4}),
+        (
+            {range(0, 2): 50, range(2, 20): 1, range(20, 22): 50, range(22, 40): 2},
+            {2: 1, 20: 1, 22: 1, 40: 1},
+        ),
+    ],
+    ids=["grows", "shrinks", "waves", "bursts"],
+)
+def test_servers_follow_a_backlog_that_lasts(
+    monkeypatch: pytest.MonkeyPatch, waiting: dict[range, int], sizes: dict[int, int]
+) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: 5)  # one is the coordinator's
+    servers, _ = pool()
+    servers.keep(1, now=0.0)
+    found = [1]
     for seconds, backlog in waiting.items():
         for second in map(float, seconds):
-            scene.crew.keep(scene.crew.wanted(backlog, now=second), now=second)
-            servers.append(scene.crew.size)
-    return servers
-
-
-def test_a_short_burst_adds_none_and_a_backlog_that_comes_and_goes_keeps_them() -> None:
-    waves = {range(start, start + 10): (start // 10) % 2 * 5 for start in range(20, 200, 10)}
-    assert follow({range(0, 20): 50, **waves})[-1] == 4
-    assert set(follow({range(0, 2): 50, range(2, 20): 1, range(20, 22): 50, range(22, 40): 2})) == {1}
-
-
-def test_servers_come_one_by_one_while_results_pile_up_and_go_when_nothing_waits_for_long() -> None:
-    servers = follow({range(0, 20): 50})
-    assert servers[:8] == [1, 1, 1, 2, 2, 3, 3, 4] and servers[-1] == 4
-    servers = follow({range(0, 10): 50, range(10, 40): 1, range(40, 200): 0})
-    assert (servers[50], servers[72], servers[-1]) == (4, 3, 1)
+            servers.keep(servers.wanted(backlog, now=second), now=second)
+            found.append(servers.size)
+    assert {second: found[second] for second in sizes} == sizes

@@ -118,24 +118,3 @@ def test_every_unit_is_assimilated_exactly_once_whatever_happens(seed: int, repl
         elif isinstance(entry, Assigned):
             before = {unit for unit in everything if unit.epoch < entry.unit.epoch}
             assert before <= done, f"{entry.unit} was assigned before its epoch began"
-
-
-@pytest.mark.slow
-def test_the_ordeals_faults_do_happen() -> None:
-    happened = Counter[str]()
-    for seed in range(3):
-        ordeal = Ordeal(seed, replication=2)
-        while not ordeal.core.state.finished:
-            ordeal.step()
-        happened += ordeal.done
-    faults = (state.Expired, state.Rejected, state.GaveBack, state.Returned)
-    wanted = {
-        *(kind.__name__ for kind in faults),
-        "late",
-        "vanished",
-        "restarted",
-        "stale",
-        "banned",
-        "surplus",
-    }
-    assert wanted <= happened.keys(), happened
