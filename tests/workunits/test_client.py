@@ -1,8 +1,6 @@
 """The volunteer's requests: what a bad line costs, what is refused, data and units in hand on its disk."""
 
 import asyncio
-import logging
-import random
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager
@@ -22,7 +20,6 @@ from hypothesis import strategies as st
 from colab_swarm.errors import CallRefused, NotAdmitted
 from colab_swarm.net.identity import Identity
 from colab_swarm.net.membership import Membership
-from colab_swarm.net.patience import backoff
 from colab_swarm.net.peers import Role
 from colab_swarm.workunits import client as module
 from colab_swarm.workunits.client import CoordinatorClient, SubsetCache, UnitInHand, UnitSaves
@@ -39,12 +36,6 @@ async def talking(standin: StandIn | None = None) -> AsyncIterator[tuple[StandIn
     standin = standin or StandIn(digits_job())
     async with asyncio.timeout(TIME_LIMIT_S), standin.serving(), aclosing(client_of(standin)) as client:
         yield standin, client
-
-
-def test_waits_double_up_to_a_bound() -> None:
-    waits_s = backoff(random.Random(0), first_s=1.0, most_s=5.0)
-    for whole_s in (1.0, 2.0, 4.0, 5.0, 5.0):
-        assert whole_s / 2 <= next(waits_s) <= whole_s
 
 
 async def test_a_job_is_learned_and_its_code_is_the_signed_one() -> None:
@@ -86,18 +77,6 @@ async def test_a_wait_is_as_long_as_the_other_side_requests_within_a_bound(asked
         asking.cancel()
 
 
-@pytest.mark.parametrize(("status", "code"), [(403, "banned"), (401, "token"), (422, "invalid")])
-async def test_a_refusal_ends_the_call_with_its_reason(status: int, code: str) -> None:
-    async with talking() as (standin, client):
-        calls = {"POST /api/units": client.ask(AskForUnits(1)), "PUT": client.upload("0" * 32, b"x")}
-        for what, call in calls.items():
-            standin.meets(what, says(status, code, "three bad results"))
-            with pytest.raises(CallRefused, match="three bad results") as refused:
-                await call
-            assert refused.value.code == code
-    assert standin.seen == ["POST /api/units", f"PUT /api/results/{'0' * 32}"]
-
-
 async def test_a_volunteer_with_a_wrong_clock_adopts_the_coordinators() -> None:
     async with (
         talking() as (standin, _),
@@ -108,30 +87,27 @@ async def test_a_volunteer_with_a_wrong_clock_adopts_the_coordinators() -> None:
     assert standin.seen == ["GET /api/job"] * 2 + ["POST /api/units"]
 
 
-async def test_a_coordinator_of_another_run_is_not_believed() -> None:
-    async with talking() as (standin, _), aclosing(client_of(standin, run_id="other")) as other:
-        with pytest.raises(NotAdmitted, match="another run"):
-            await other.card()
-
-
 async def test_a_coordinator_has_to_belong_to_the_run() -> None:
-    authority = Identity()
+    standin, authority = StandIn(digits_job()), Identity()
 
-    def membership(standin: StandIn, role: Role) -> bytes:
+    def membership(role: Role) -> bytes:
         now = time.time()
         plain = Membership(RUN, role, standin.identity.public_key, "carol", now, now + 60)
         return plain.signed(authority.sign).encode()
 
     async with (
-        talking() as (standin, _),
+        standin.serving(),
+        aclosing(client_of(standin, run_id="other")) as other,
         aclosing(client_of(standin, authority=authority.public_key)) as client,
     ):
+        with pytest.raises(NotAdmitted, match="another run"):
+            await other.card()
         with pytest.raises(NotAdmitted):
             await client.card()
-        standin.membership = membership(standin, Role.VIEWER)
+        standin.membership = membership(Role.VIEWER)
         with pytest.raises(NotAdmitted, match="viewer, who may not coordinate"):
             await client.card()
-        standin.membership = membership(standin, Role.WORKER)
+        standin.membership = membership(Role.WORKER)
         assert (await client.card()).key == standin.identity.public_key
         standin.identity = authority
         assert (await client.card()).key == authority.public_key
@@ -158,7 +134,7 @@ async def test_garbled_and_too_long_data_are_fetched_again(fault: Fault) -> None
     assert standin.fired
 
 
-async def test_parameters_that_change_during_a_broken_download_are_fetched_whole() -> None:
+async def test_parameters_of_another_model_or_version_are_fetched_again_whole() -> None:
     async with talking() as (standin, client):
 
         async def breaks_and_changes(request, respond):  # type: ignore[no-untyped-def]
@@ -166,49 +142,32 @@ async def test_parameters_that_change_during_a_broken_download_are_fetched_whole
             standin.values, standin.version = standin.values + 1, 1
             return answer
 
-        standin.meets("GET /api/parameters", breaks_and_changes)
-        values = await client.parameters("parameters", standin.schema)
-        np.testing.assert_array_equal(values, standin.values)
-    assert standin.fired
-
-
-async def test_parameters_of_another_model_are_trouble_that_says_so() -> None:
-    async with talking() as (standin, client):
         other = bytearray(standin.schema.encode(standin.values))
         other[20] ^= 1
-        standin.meets("GET /api/parameters", answers(200, body=bytes(other)))
-        np.testing.assert_array_equal(await client.parameters("parameters", standin.schema), standin.values)
-    assert standin.fired
+        standin.meets("GET /api/parameters", answers(200, body=bytes(other)), breaks_and_changes)
+        values = await client.parameters("parameters", standin.schema)
+        np.testing.assert_array_equal(values, standin.values)
+    assert len(standin.fired) == 2
 
 
-@asynccontextmanager
-async def uploading() -> AsyncIterator[tuple[StandIn, CoordinatorClient, str, bytes]]:
+async def test_an_upload_is_sent_again_until_the_coordinator_itself_answers_and_counts_once() -> None:
     async with talking() as (standin, client):
-        (unit,) = (await client.ask(AskForUnits(1))).units
-        yield standin, client, unit.assignment, standin.schema.encode(standin.values + 1)
-
-
-async def test_an_upload_is_sent_again_until_the_coordinator_itself_answers() -> None:
-    async with uploading() as (standin, client, name, result):
+        units = (await client.ask(AskForUnits(2))).units
+        first, second = (unit.assignment for unit in units)
+        result = standin.schema.encode(standin.values + 1)
         other = msgspec.msgpack.encode(Taken("f" * 32))
         bad_text, nested = b"\x91\xa1\xff", b"\x91" * 100_000
         bodies = (b"<html>proxy</html>", b"\x91\x01", bad_text, nested, other)
         strangers = (answers(200, body=body) for body in bodies)
         standin.meets("PUT /api/results", hangs_up, answers(502), *strangers)
-        await client.upload(name, result)
-        np.testing.assert_array_equal(standin.results[name], standin.values + 1)
-        assert client.sent_bytes == len(result)
-    assert len(standin.fired) == 7
-
-
-async def test_a_result_that_was_taken_counts_though_the_answer_was_lost() -> None:
-    async with uploading() as (standin, client, name, result):
+        await client.upload(first, result)
+        np.testing.assert_array_equal(standin.results[first], standin.values + 1)
+        assert client.sent_bytes == len(result) and len(standin.fired) == 7
         standin.meets("PUT /api/results", stand_in.loses_its_answer)
-        await client.upload(name, result)
-        assert name in standin.results
+        await client.upload(second, result)
+        assert second in standin.results
         with pytest.raises(CallRefused, match="already"):
-            await client.upload(name, result)
-    assert standin.fired
+            await client.upload(second, result)
 
 
 async def test_a_proxy_of_the_environment_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -218,46 +177,35 @@ async def test_a_proxy_of_the_environment_is_used(monkeypatch: pytest.MonkeyPatc
             assert await client.card() == standin.card()
 
 
-def digest_of(data: bytes) -> str:
-    return sha256(data).hexdigest()
-
-
-def test_a_saved_file_is_there_for_the_next_process_and_those_of_other_jobs_are_not(tmp_path: Path) -> None:
-    digests = [digest_of(data) for data in (b"alice", b"bob")]
-    cache = SubsetCache(tmp_path / "new", digests, 1000)
-    assert cache.get(digests[0]) is None and cache.held() == ()
-    cache.put(digests[0], b"alice")
-    again = SubsetCache(tmp_path / "new", digests, 1000)
-    assert (again.get(digests[0]), again.held()) == (b"alice", (digests[0],))
-    (tmp_path / "new" / "thesis.txt").write_text("of the user")
-    (tmp_path / "new" / ("0" * 64)).mkdir()
-    assert SubsetCache(tmp_path / "new", digests[1:], 1000).get(digests[0]) is None
-    assert {path.name for path in (tmp_path / "new").iterdir()} == {"thesis.txt", "0" * 64}
-
-
-def test_no_more_is_saved_than_the_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    files = [bytes([n]) * 50 for n in range(3)]
-    cache = SubsetCache(tmp_path, [*map(digest_of, files)], 100)
-    for data in files:
-        cache.put(digest_of(data), data)
-    assert cache.held() == tuple(map(digest_of, files[:2]))
+def test_data_are_saved_up_to_a_bound_for_the_next_process_and_what_is_garbled_is_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    files = [bytes([number]) * 50 for number in range(3)]
+    first, second, third = digests = [sha256(data).hexdigest() for data in files]
+    folder = tmp_path / "new"
+    cache = SubsetCache(folder, digests, 100)
+    assert cache.get(first) is None and cache.held() == ()
+    for digest, data in zip(digests, files, strict=True):
+        cache.put(digest, data)
+    again = SubsetCache(folder, digests, 100)
+    assert (again.get(first), again.get(third), again.held()) == (files[0], None, (first, second))
     monkeypatch.setattr(module, "MAX_HELD", 1)
-    assert cache.held() == (digest_of(files[0]),)  # as many as fit in a message
+    assert again.held() == (first,)  # as many as fit in a message
+    (folder / first).write_bytes(b"mallory")
+    assert again.get(first) is None and again.held() == (second,) and "garbled" in caplog.text
+    (folder / "thesis.txt").write_text("of the user")
+    (folder / ("0" * 64)).mkdir()
+    assert SubsetCache(folder, [third], 100).get(second) is None
+    assert {path.name for path in folder.iterdir()} == {"thesis.txt", "0" * 64}
 
 
-def test_a_garbled_file_is_as_good_as_none(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    digest = digest_of(b"alice")
-    cache = SubsetCache(tmp_path, [digest], 100)
-    cache.put(digest, b"alice")
-    (tmp_path / digest).write_bytes(b"mallory")
-    assert cache.get(digest) is None and cache.held() == () and "garbled" in caplog.text
-
-
-def test_a_read_only_disk_costs_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_cannot_be_saved_costs_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "file").write_text("")
-    with caplog.at_level(logging.WARNING):
-        SubsetCache(tmp_path / "file", [], 100).put("0" * 64, b"alice")
+    SubsetCache(tmp_path / "file", [], 100).put("0" * 64, b"alice")
     assert "cannot save 5 bytes" in caplog.text
+    saves(tmp_path).save(UnitInHand(UNIT, 100.0, {"optimizer": object()}))
+    saves(tmp_path / "file").save(UnitInHand(UNIT, 100.0))
+    assert caplog.text.count("is not saved") == 2
 
 
 DIGEST = "0" * 64
@@ -297,10 +245,11 @@ STATE: dict[str, Any] = {
 saves = partial(UnitSaves, owner="alice in digits")
 
 
-def test_a_unit_is_found_as_it_was_saved_last(tmp_path: Path) -> None:
+def test_a_unit_is_found_by_its_owner_as_it_was_saved_last_until_its_deadline(tmp_path: Path) -> None:
     first = saves(tmp_path)
     first.save(UnitInHand(UNIT, 100.0))
     first.save(UnitInHand(UNIT, 100.0, STATE))
+    assert saves(tmp_path, owner="bob in digits").left_behind(now=1.0) == []
     second = saves(tmp_path)
     (found,) = second.left_behind(now=99.0)
     assert (found.unit, found.deadline) == (UNIT, 100.0)
@@ -310,12 +259,7 @@ def test_a_unit_is_found_as_it_was_saved_last(tmp_path: Path) -> None:
     assert found.state["optimizer"]["param_groups"] == STATE["optimizer"]["param_groups"]
     second.drop(UNIT)
     assert saves(tmp_path).left_behind(now=99.0) == []
-
-
-def test_a_saved_unit_is_left_to_its_owner_and_deleted_at_its_deadline(tmp_path: Path) -> None:
-    saves(tmp_path).save(UnitInHand(UNIT, 100.0))
-    assert saves(tmp_path, owner="bob in digits").left_behind(now=1.0) == []
-    assert len(saves(tmp_path).left_behind(now=1.0)) == 1
+    second.save(UnitInHand(UNIT, 100.0))
     assert saves(tmp_path).left_behind(now=100.0) == [] and not list(tmp_path.glob("*.unit"))
 
 
@@ -333,10 +277,3 @@ def test_a_garbled_file_is_forgotten(tmp_path_factory: pytest.TempPathFactory, d
     path.write_bytes(whole)
     for found in saves(folder).left_behind(now=1.0):  # a bit that means nothing, such as a blank of the head
         assert found.unit == UNIT
-
-
-def test_a_unit_that_is_not_saved_costs_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    saves(tmp_path).save(UnitInHand(UNIT, 100.0, {"optimizer": object()}))
-    (tmp_path / "file").write_text("")
-    saves(tmp_path / "file").save(UnitInHand(UNIT, 100.0))
-    assert caplog.text.count("is not saved") == 2

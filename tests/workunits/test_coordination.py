@@ -1,24 +1,21 @@
 """A job coordinated in this process: restarts, replicas, parameter servers."""
 
-import os
-import signal
 import threading
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
 from colab_swarm.errors import StoreError
-from colab_swarm.workunits.job import Job
-from colab_swarm.workunits.messages import GivenUnit, Taken
+from colab_swarm.workunits.messages import AskForUnits, Taken
 from colab_swarm.workunits.sql_store import MEMORY, SqlStore
-from colab_swarm.workunits.state import Accepted, AnyEntry, Assimilated, Rejected
-from colab_swarm.workunits.store import open_store
+from colab_swarm.workunits.state import Accepted, AnyEntry, Rejected
 from colab_swarm.workunits.weights import Floats
-from tests.workunits.local import CODE, Stranger, coordinating, tiny_job, until
+from tests.workunits.local import Stranger, coordinating, tiny_job, until
 from tests.workunits.servers import accepted
 
 
@@ -66,35 +63,22 @@ async def test_replicas_start_from_the_same_parameters_and_the_odd_one_is_refuse
         assert (answer.status, answer.problem.code) == (410, "stale")
 
 
-async def test_a_copy_of_an_overdue_unit_counts_once_and_the_late_result_is_thanked_for(
+async def test_units_whose_answer_was_lost_are_sent_again_and_returned_ones_go_to_others(
     tmp_path: Path,
 ) -> None:
     async with coordinating(tiny_job(subsets=2), tmp_path) as scene:
-        (slow,) = await scene.alice.ask()
-        (answer,) = await scene.bob.train()
-        assert answer.status == 200
-        copies: tuple[GivenUnit, ...] = ()
-        while not copies:
-            copies = await scene.bob.ask()
-        assert (copies[0].epoch, copies[0].subset) == (slow.epoch, slow.subset)
-        file = scene.coordinator.schema.encode(scene.values())
-        assert (await scene.bob.upload(copies[0].assignment, file)).status == 200
-        answer = await scene.alice.upload(slow.assignment, file)
-        assert (answer.status, answer.problem.code) == (410, "surplus")
-        await until(lambda: scene.kinds().count("Measured") == 2)
-        assert scene.kinds().count("Assimilated") == scene.store.parameters().version == 2
-
-
-async def test_units_whose_answer_was_lost_are_sent_again(tmp_path: Path) -> None:
-    async with coordinating(tiny_job(), tmp_path) as scene:
         (lost,) = await scene.alice.ask()
         again, more = await scene.alice.ask(2)
         assert again.assignment == lost.assignment != more.assignment
         assert 0 < again.deadline_s <= lost.deadline_s
-        assert await scene.alice.ask(1, in_hand=(again.assignment, more.assignment)) == ()  # new: few at once
-        assert scene.kinds() == ["Assigned", "Assigned"]
+        in_hand = (again.assignment, more.assignment)
+        assert await scene.alice.ask(1, in_hand=in_hand) == await scene.bob.ask() == ()
         with pytest.raises(KeyError):
             scene.store.blob(f"base-{again.epoch}-{again.subset}")  # of units with replicas only
+        request = AskForUnits(0, in_hand=in_hand, given_back=(more.assignment, "f" * 32))
+        answer = await scene.alice.send("POST", "/api/units", msgspec.msgpack.encode(request))
+        assert answer.status == 200 and scene.kinds() == ["Assigned", "Assigned", "GaveBack"]
+        assert [unit.subset for unit in await scene.bob.ask()] == [more.subset]
 
 
 async def test_the_number_of_servers_can_be_changed_while_it_runs(tmp_path: Path) -> None:
@@ -116,22 +100,6 @@ async def test_validation_data_that_a_server_cannot_load_are_the_servers_death(t
     async with coordinating(replace(job, validation=lambda: next(found)), tmp_path) as scene:
         await until(lambda: scene.coordinator.status().server_deaths == 1)
         assert scene.coordinator.status().fault == "" and await scene.alice.ask()
-
-
-async def test_validation_data_that_load_slowly_keep_nobody_waiting(tmp_path: Path) -> None:
-    job, loading, go_on = tiny_job(), threading.Event(), threading.Event()
-
-    def slow() -> Any:
-        if threading.current_thread().name == "server-1":
-            loading.set()
-            go_on.wait(10)
-        return job.validation
-
-    async with coordinating(replace(job, validation=slow), tmp_path) as scene:
-        await until(loading.is_set)
-        scene.coordinator.servers = 2
-        await until(lambda: scene.coordinator.status().servers == 2)
-        go_on.set()
 
 
 async def test_a_log_of_another_version_is_the_stores_error(tmp_path: Path) -> None:
@@ -165,38 +133,6 @@ async def test_a_decision_that_was_written_counts_though_the_store_did_not_say_s
         await scene.coordinator.finished.wait()
         ends = ["Accepted", "Assimilated", "Measured", "EpochEnded", "Finished"]
         assert scene.kinds() == ["Assigned", *ends]
-
-
-@pytest.mark.slow
-@pytest.mark.ordeal
-async def test_servers_of_a_shared_store_are_processes_and_a_killed_one_is_replaced(tmp_path: Path) -> None:
-    job, url = Job.from_code(CODE, "tiny.py"), f"sqlite:///{tmp_path}/job.db"
-    store = open_store(url, "tiny")
-    async with coordinating(job, tmp_path / "work", store=store) as scene:
-        await scene.alice.train()
-        await until(lambda: "Measured" in scene.kinds())
-        [first] = children()
-        os.kill(first, signal.SIGKILL)
-        await scene.alice.train()
-        await until(lambda: scene.kinds().count("Measured") == 2)
-        assert scene.coordinator.status().server_deaths == 1
-        done = [entry.server for entry in scene.log if isinstance(entry, Assimilated)]
-        assert done == ["server-1", "server-2"]
-    assert children() == []
-    store.close()
-
-
-def children() -> list[int]:
-    found = []
-    for place in Path("/proc").iterdir():
-        try:
-            arguments = (place / "cmdline").read_bytes()
-            parent = int((place / "stat").read_text().rsplit(")", 1)[1].split()[1])
-        except (OSError, IndexError):
-            continue
-        if parent == os.getpid() and b"import serve" in arguments:
-            found.append(int(place.name))
-    return found
 
 
 async def test_of_two_coordinators_of_one_job_the_older_one_gives_way(tmp_path: Path) -> None:

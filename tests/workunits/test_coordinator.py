@@ -34,7 +34,6 @@ def test_a_job_is_trained_from_a_link(coordinator: Coordinator, tmp_path: Path) 
     assert repr(coordinator) == "Coordinator(tiny: epoch 1 of 2, 0 of 4 units, 0 volunteers)"
     alice = cs.workunits.volunteer(coordinator.link, trust_code=True, name="alice's laptop", folder=tmp_path)
     assert cs.workunits.volunteer(coordinator.link, name="alice's laptop", folder=tmp_path) is alice
-    assert alice._client._authority == coordinator.card.key  # whose signature it checked
     assert coordinator.wait(30) and alice.wait(30) and alice.snapshot().accepted == 8
     assert sum(isinstance(entry, Assimilated) for entry in coordinator.log()) == 8
     assert not torch.equal(coordinator.model().weight, tiny_job().first_model().weight)  # type: ignore[arg-type]
@@ -74,25 +73,6 @@ def test_a_stopped_job_resumes_and_its_link_stays_valid(tmp_path: Path) -> None:
     assert [entry.version for entry in second.log() if isinstance(entry, Assimilated)][:3] == [1, 2, 3]
     alice.stop()
     second.stop()
-
-
-@pytest.mark.slow
-def test_volunteers_of_a_swarm_are_credited_with_their_units_once(tmp_path: Path) -> None:
-    options = cs.NetworkOptions(lan=False)
-    work: Any = {"folder": tmp_path / "work", "host": "127.0.0.1", "servers": 1}
-    with cs.create("credited", peer_name="alice", options=options) as alice:
-        invitation = str(alice.invite())
-        coordinator = alice.coordinate(tiny_job(), **work)
-        with cs.join(invitation, peer_name="bob", options=options) as bob:
-            volunteer = bob.volunteer(job=tiny_job(), folder=tmp_path / "bob")
-            assert coordinator.wait(30) and volunteer.wait(30)
-            for _ in range(2):
-                assert alice.coordinate(tiny_job(), **work) is coordinator
-                units = {row.peer: row.units for row in alice.contributions()}
-                assert units == {bob.id: 8}
-    with cs.create("credited", peer_name="alice", options=options) as again:
-        again.coordinate(tiny_job(), **work)
-        assert not again.contributions()
 
 
 def test_code_is_not_run_before_it_is_trusted(coordinator: Coordinator, tmp_path: Path) -> None:
@@ -140,27 +120,30 @@ def test_two_volunteers_of_one_name_have_places_of_their_own(
 
 
 @pytest.mark.slow
-def test_peers_of_a_swarm_find_its_coordinator(tmp_path: Path) -> None:
+def test_peers_of_a_swarm_find_its_coordinator_and_are_credited_once(tmp_path: Path) -> None:
     options = cs.NetworkOptions(lan=False)
+    work: Any = {"folder": tmp_path / "work", "host": "127.0.0.1", "servers": 1}
     with (
         cs.create("school", peer_name="alice", options=options) as alice,
         cs.join(alice.invite(), peer_name="bob", options=options) as bob,
     ):
         with pytest.raises(cs.errors.JoinError, match="nobody coordinates"):
             bob.volunteer(job=tiny_job(), folder=tmp_path)
-        coordinator = alice.coordinate(tiny_job(), folder=tmp_path / "work", **HERE)
-        found = None
-        while found is None:
+        coordinator = alice.coordinate(tiny_job(), **work)
+        volunteer = None
+        while volunteer is None:
             try:
-                found = bob.volunteer(job=tiny_job(), folder=tmp_path)
+                volunteer = bob.volunteer(job=tiny_job(), folder=tmp_path)
             except cs.errors.JoinError:
                 alice.watch(0.1)
-        carol = cs.workunits.volunteer(coordinator.link, job=tiny_job(), name="carol", folder=tmp_path)
-        assert coordinator.wait(60)
-        assert {row.name for row in coordinator.snapshot().volunteers} >= {"bob"}
-        for one in (found, carol):
-            one.stop()
-        coordinator.stop()
+        assert coordinator.wait(60) and volunteer.wait(30)
+        assert [row.name for row in coordinator.snapshot().volunteers] == ["bob"]
+        for _ in range(2):
+            assert alice.coordinate(tiny_job(), **work) is coordinator
+            assert {row.peer: row.units for row in alice.contributions()} == {bob.id: 8}
+    with cs.create("school", peer_name="alice", options=options) as again:
+        again.coordinate(tiny_job(), **work)
+        assert not again.contributions()
 
 
 def test_simulated_peers_have_no_work_units() -> None:

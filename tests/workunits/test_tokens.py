@@ -173,15 +173,6 @@ def test_a_link_to_a_run_with_an_allowlist_admits_nobody_by_itself() -> None:
         RequestGate(entrance.admission).check(header, "GET", "/", now=now)
 
 
-def test_a_link_shows_itself_but_its_repr_holds_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("colab_swarm.project.repository", lambda: "https://github.com/alice/swarm")
-    text, _ = issued()
-    _, invite = parse_link(text)
-    assert repr(invite.secret) not in repr(invite)
-    html = invitation_at(URL, invite)._repr_mimebundle_()["text/html"]
-    assert "volunteer.ipynb" in html and "join digits as volunteer" in html
-
-
 @pytest.mark.parametrize(
     ("url", "local"),
     [
@@ -191,7 +182,13 @@ def test_a_link_shows_itself_but_its_repr_holds_no_secret(monkeypatch: pytest.Mo
         ("https://a.test/", False),
     ],
 )
-def test_a_link_to_a_private_address_says_who_can_use_it(url: str, local: bool) -> None:
-    entrance = RunAccess.create("digits", organizer, access="open", allow=None, key_file=None)
-    warning = invitation_at(url, issue(entrance, organizer, hours=1.0)).warning
-    assert ("same local network" in warning and "tunnel=" in warning) is local
+def test_a_link_shows_who_can_use_it_and_no_secret(
+    monkeypatch: pytest.MonkeyPatch, url: str, local: bool
+) -> None:
+    monkeypatch.setattr("colab_swarm.project.repository", lambda: "https://github.com/alice/swarm")
+    _, invite = parse_link(issued("open")[0])
+    invitation = invitation_at(url, invite)
+    assert ("same local network" in invitation.warning and "tunnel=" in invitation.warning) is local
+    html = invitation._repr_mimebundle_()["text/html"]
+    assert "volunteer.ipynb" in html and "join digits as volunteer" in html
+    assert repr(invite.secret) not in repr(invite)
