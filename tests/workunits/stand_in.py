@@ -176,33 +176,25 @@ def says(status: int, code: str, text: str) -> Fault:
     return answers(status, msgspec.msgpack.encode(Problem(code, text)))
 
 
-def breaks_after(size_bytes: int) -> Fault:
+def breaks_after(size_bytes: int, *, told: bool = True) -> Fault:
+    """The connection ends early; not ``told``: as a proxy that does not tell the answer's length ends it."""
+
     async def fault(request: web.Request, respond: Respond) -> web.StreamResponse:
         whole = await respond(request)
         assert isinstance(whole, web.Response) and isinstance(whole.body, bytes | bytearray)
         assert size_bytes < len(whole.body)
         part = web.StreamResponse(status=whole.status, headers=whole.headers)
-        part.content_length = len(whole.body)
+        if told:
+            part.content_length = len(whole.body)
+        else:
+            part.headers.popall("Content-Length", None)
+            part.enable_chunked_encoding()
         await part.prepare(request)
         await part.write(bytes(whole.body[:size_bytes]))
-        _hang_up(request)
-        return part
-
-    return fault
-
-
-def ends_after(size_bytes: int) -> Fault:
-    """The answer's body ends early, as a proxy that does not tell its length ends it."""
-
-    async def fault(request: web.Request, respond: Respond) -> web.StreamResponse:
-        whole = await respond(request)
-        assert isinstance(whole, web.Response) and isinstance(whole.body, bytes | bytearray)
-        part = web.StreamResponse(status=whole.status, headers=whole.headers)
-        part.headers.popall("Content-Length", None)
-        part.enable_chunked_encoding()
-        await part.prepare(request)
-        await part.write(bytes(whole.body[:size_bytes]))
-        await part.write_eof()
+        if told:
+            _hang_up(request)
+        else:
+            await part.write_eof()
         return part
 
     return fault

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
 from functools import partial
@@ -113,11 +113,13 @@ async def test_a_coordinator_has_to_belong_to_the_run() -> None:
         assert (await client.card()).key == authority.public_key
 
 
-@pytest.mark.parametrize("breaks", [stand_in.breaks_after, stand_in.ends_after])
-async def test_a_broken_download_of_data_resumes_where_it_ended(breaks: Callable[[int], Fault]) -> None:
+@pytest.mark.parametrize("told", [True, False])
+async def test_a_broken_download_of_data_resumes_where_it_ended(told: bool) -> None:
     async with talking() as (standin, client):
         subset = standin.card().subsets[0]
-        standin.meets("GET /api/data", breaks(1000), breaks(500))
+        standin.meets(
+            "GET /api/data", stand_in.breaks_after(1000, told=told), stand_in.breaks_after(500, told=told)
+        )
         assert sha256(await client.data(subset)).hexdigest() == subset.sha256
         assert client.received_bytes == subset.size_bytes  # none of it twice
     assert len(standin.fired) == 2

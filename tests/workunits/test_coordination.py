@@ -121,16 +121,20 @@ class Doubtful(SqlStore):
             raise StoreError("the line broke")
 
 
-async def test_a_decision_that_was_written_counts_though_the_store_did_not_say_so(tmp_path: Path) -> None:
+async def test_while_the_store_fails_volunteers_retry_and_a_decision_that_was_written_counts(
+    tmp_path: Path,
+) -> None:
     store = Doubtful(MEMORY, "tiny")
     async with coordinating(tiny_job(subsets=1, max_epochs=1), tmp_path, store=store) as scene:
-        name = (await scene.alice.ask())[0].assignment
-        file, store.name = scene.coordinator.schema.encode(scene.values()), "Accepted"
+        name, file = await scene.alice.unit()
+        store.name = "Accepted"
         answer = await scene.alice.upload(name, file)
-        assert (answer.status, store.broke) == (503, 1)
+        assert (answer.status, answer.problem.code, store.broke) == (503, "busy", 1)
+        assert int(answer.headers["Retry-After"]) > 0 and scene.coordinator.status().fault == "the line broke"
         answer = await scene.alice.upload(name, file)
         assert (answer.status, answer.problem.code) == (410, "stale")
         await scene.coordinator.finished.wait()
+        assert scene.coordinator.status().fault == ""
         ends = ["Accepted", "Assimilated", "Measured", "EpochEnded", "Finished"]
         assert scene.kinds() == ["Assigned", *ends]
 

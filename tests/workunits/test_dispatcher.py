@@ -83,11 +83,6 @@ class Desk:
             self.assimilate(self.result(given))
 
 
-def one_out() -> tuple[Desk, Assigned]:
-    desk = Desk(subsets=1)
-    return desk, desk.ask(ALICE)[0]
-
-
 @pytest.fixture(autouse=True)
 def check_desks() -> Iterator[None]:
     desks.clear()
@@ -114,22 +109,29 @@ def test_an_expired_unit_goes_out_again_and_its_late_result_is_wanted_until_anot
     desk = Desk(subsets=2)
     late, done = desk.ask(ALICE, count=2)
     desk.core.state.volunteers[BOB] = state.VolunteerState(BOB, last_seen=desk.now + 99)
+    desk.now += 10
     desk.assimilate(desk.result(done))
-    desk.now += 100
+    desk.now += 90
     assert [entry.assignment for entry in desk.expire()] == [late.assignment]
     assert desk.refusal(late, ALICE) == ("", "")
-    assert desk.ask(ALICE) == []
+    unit = desk.core.state.units[late.unit]
+    assert desk.ask(ALICE) == [] and unit.mark == "late"
     (again,) = desk.ask(BOB)
+    assert unit.mark == "training"
+    assert 0.7 < desk.core.wait_s(CAROL, now=desk.now) < 1.3
+    assert desk.core.wait_s(CAROL, now=again.deadline - 0.4) == pytest.approx(0.4)
     assert (again.unit, late.version, again.version) == (late.unit, 0, 1)
     code, text = desk.refusal(late, ALICE, later_s=5.0)
     assert code == "stale" and "passed 5 s ago and another volunteer has it" in text
-    desk.result(again)
+    desk.assimilate(desk.result(again))
+    assert (unit.mark, unit.staleness) == ("assimilated", 0)
     assert desk.refusal(late, ALICE)[0] == "surplus"
 
 
 @pytest.mark.parametrize("alone", [True, False])
 def test_a_failed_unit_returns_to_its_volunteer_at_once_or_when_none_took_it(alone: bool) -> None:
-    desk, given = one_out()
+    desk = Desk(subsets=1)
+    (given,) = desk.ask(ALICE)
     seen_at = desk.now - PRESENT_S + (0 if alone else 3)
     desk.core.state.volunteers[BOB] = state.VolunteerState(BOB, last_seen=seen_at)
     desk.give_back(ALICE, given)
@@ -153,31 +155,23 @@ def test_three_bad_results_ban_a_volunteer_for_longer_each_time_and_free_its_uni
     desk.prove(ALICE)
     given = desk.ask(ALICE, count=4)
     for bad in given[:3]:
+        assert desk.core.ban_of(ALICE, now=desk.now) is None
         desk.reject(bad)
     code, text = desk.core.ban_of(ALICE, now=desk.now) or ("", "")
     assert code == "banned" and "3 of your results were refused" in text and "next 10 minutes" in text
     assert desk.ask(ALICE) == [] and desk.refusal(given[3], ALICE)[0] == "banned"
     assert [entry.assignment for entry in desk.expire()] == [given[3].assignment]
-    desk.now += (first_s := desk.core.wait_s(ALICE, now=desk.now))
-    assert desk.core.ban_of(ALICE, now=desk.now) is None and desk.core.wait_s(ALICE, now=desk.now) > 0
-    (again,) = desk.ask(ALICE)
-    assert desk.expire() == []
-    desk.reject(again)
-    assert desk.core.wait_s(ALICE, now=desk.now) == 2 * first_s
+    bans_s = [desk.core.wait_s(ALICE, now=desk.now)]
+    for _ in range(10):
+        desk.now += bans_s[-1]
+        assert desk.core.ban_of(ALICE, now=desk.now) is None
+        (again,) = desk.ask(ALICE)
+        desk.reject(again)
+        bans_s.append(desk.core.wait_s(ALICE, now=desk.now))
+    assert bans_s == [min(state.FIRST_BAN_S * 2**number, state.LONGEST_BAN_S) for number in range(11)]
 
 
-def test_a_result_is_refused_with_a_reason_unless_it_is_awaited() -> None:
-    desk = Desk()
-    (given,) = desk.ask(ALICE)
-    assert desk.refusal(given, ALICE) == ("", "")
-    assert (desk.core.refusal("0" * 32, ALICE, now=desk.now) or "")[0] == "unknown"
-    assert desk.refusal(given, BOB)[0] == "unknown"
-    desk.result(given)
-    code, text = desk.refusal(given, ALICE)
-    assert code == "stale" and "here already" in text
-
-
-def test_the_next_epoch_begins_when_all_units_are_assimilated_and_the_job_ends_at_its_last() -> None:
+def test_an_epoch_begins_when_the_one_before_is_assimilated_and_the_job_ends_at_its_last() -> None:
     desk, ended = Desk(), list[AnyEntry]()
     for epoch in (1, 2, 3):
         entries = []
@@ -193,6 +187,9 @@ def test_the_next_epoch_begins_when_all_units_are_assimilated_and_the_job_ends_a
     assert isinstance(ended[0], state.EpochEnded)
     assert (ended[0].accuracy, ended[0].low, ended[0].high) == (pytest.approx(0.25), 0.1, 0.4)
     assert desk.core.state.finished == "all 3 epochs are done" and desk.ask(ALICE) == []
+    shortened = Desk(max_epochs=1)
+    shortened.commit(*(entry for entry in desk.log if not isinstance(entry, Finished)))
+    assert [*map(type, shortened.advance())] == [Finished]
 
 
 def test_a_job_ends_at_its_target_accuracy_and_an_epoch_without_one_that_never_came() -> None:
@@ -343,13 +340,6 @@ def test_without_a_plans_deadline_it_follows_the_times_of_units_and_doubles_when
     assert again.deadline == desk.now + 2 * 70
 
 
-def test_a_volunteer_without_units_asks_again_soon_and_when_a_deadline_passes() -> None:
-    desk = Desk(subsets=1)
-    desk.ask(ALICE)
-    assert 0.7 < desk.core.wait_s(BOB, now=desk.now) < 1.3
-    assert desk.core.wait_s(BOB, now=desk.now + 99.6) == pytest.approx(0.4)
-
-
 def test_the_log_of_a_job_with_other_subsets_is_refused() -> None:
     big, small = Desk(subsets=40), Desk(subsets=1)
     entries = [entry for volunteer in (ALICE, BOB, CAROL) for entry in big.ask(volunteer, count=2)]
@@ -358,27 +348,6 @@ def test_the_log_of_a_job_with_other_subsets_is_refused() -> None:
     small.prove(ALICE)
     with pytest.raises(ValueError, match="not in a job of 40 subsets"):
         Desk(subsets=40).commit(*small.ask(ALICE))
-
-
-def test_each_unit_of_the_epoch_has_a_mark_and_a_staleness() -> None:
-    desk = Desk(subsets=6, in_flight=3)
-    desk.prove(ALICE, BOB)
-    (early,), (other,) = desk.ask(ALICE), desk.ask(BOB)
-    queued = desk.result(other)
-    units = desk.core.state.units
-    assert [units[one.unit].mark for one in (early, other)] == ["training", "queued"]
-    assert desk.core.state.backlog == 1
-    desk.assimilate(queued)
-    desk.assimilate(desk.result(early))
-    late, bad = desk.ask(ALICE)[0], desk.ask(BOB)[0]
-    desk.reject(bad)
-    desk.now += 1000
-    desk.expire()
-    marks = {one: units[one.unit].mark for one in (early, other, late, bad)}
-    assert marks == {early: "assimilated", other: "assimilated", late: "late", bad: "rejected"}
-    assert (units[early.unit].staleness, units[other.unit].staleness) == (1, 0)
-    (again,) = desk.ask(ALICE)
-    assert units[again.unit].mark == "training"
 
 
 def test_a_volunteer_that_keeps_returning_units_waits_ever_longer() -> None:
@@ -400,16 +369,6 @@ def test_a_volunteer_that_keeps_returning_units_waits_ever_longer() -> None:
     assert desk.ask(ALICE)
 
 
-def test_a_job_whose_end_was_moved_to_the_past_is_finished() -> None:
-    desk = Desk(subsets=1, max_epochs=3)
-    for _ in range(2):
-        desk.prove(ALICE)
-        desk.advance()
-    again = Desk(subsets=1, max_epochs=1)
-    again.commit(*desk.log)
-    assert [*map(type, again.core.advance(now=again.now))] == [Finished]
-
-
 @pytest.mark.parametrize("good_between", [0, 1, 2, 3, 5, 20])
 def test_more_than_every_fourth_bad_result_leads_to_a_ban_and_lost_units_do_not(good_between: int) -> None:
     bad, lost = state.VolunteerState(), state.VolunteerState()
@@ -421,16 +380,6 @@ def test_more_than_every_fourth_bad_result_leads_to_a_ban_and_lost_units_do_not(
         lost.on_expired(0.0)
     assert (bad.bans > 0) == (good_between < 4) and lost.bans == 0
     assert lost.error_rate == bad.error_rate == pytest.approx(1 / (1 + good_between), abs=0.1)
-
-
-def test_bans_start_with_the_third_bad_result_and_double_up_to_a_day() -> None:
-    standing, lengths = state.VolunteerState(), []
-    for _ in range(14):
-        standing.on_rejected(1000.0)
-        lengths.append(standing.banned_until - 1000.0)
-    assert lengths[1] < 0
-    assert lengths[2:5] == [state.FIRST_BAN_S, 2 * state.FIRST_BAN_S, 4 * state.FIRST_BAN_S]
-    assert lengths[-1] == state.LONGEST_BAN_S
 
 
 @pytest.mark.parametrize("hostile", [1, pytest.param(2, marks=pytest.mark.ordeal)])

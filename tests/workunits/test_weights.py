@@ -40,22 +40,17 @@ def test_a_model_goes_through_the_vector_buffers_and_whole_numbers_included() ->
     np.testing.assert_array_equal(schema.decode(data), values)
 
 
-@pytest.mark.parametrize("scale", [1.0, 0.0])
-def test_a_packed_file_is_smaller_and_unpacks_bit_for_bit(scale: float) -> None:
-    schema = Schema.of(nn.Linear(100, 50))
-    values = np.random.default_rng(0).normal(size=schema.numel).astype(np.float32) * np.float32(scale)
-    file = schema.encode(values)
+NORMAL = np.random.default_rng(0).normal(size=5000).astype(np.float32)
+NOISE = np.frombuffer(np.random.default_rng(0).bytes(20_000), np.float32)
+
+
+@pytest.mark.parametrize(("values", "share"), [(NORMAL, 0.93), (0 * NORMAL, 0.93), (NOISE, 1.0)])
+def test_a_packed_file_is_smaller_if_it_can_be_and_unpacks_bit_for_bit(values: Floats, share: float) -> None:
+    schema = Schema((("w", (5000,)),))
+    file = schema.head() + values.tobytes()
     packed = schema.pack(memoryview(file))
-    assert len(packed) < 0.92 * len(file)
+    assert len(packed) <= share * len(file)
     assert schema.unpack(packed) == schema.unpack(file) == file
-
-
-def test_a_file_that_zstd_makes_no_smaller_stays_as_it_is() -> None:
-    schema = Schema((("w", (1000,)),))
-    noise = np.random.default_rng(0).bytes(4 * schema.numel)
-    file = schema.head() + noise
-    assert schema.unpack(schema.pack(file)) == file
-    assert len(schema.pack(file)) <= len(file)
 
 
 def test_packed_files_that_are_garbled_or_of_another_size_are_refused_before_they_fill_memory() -> None:
