@@ -215,26 +215,25 @@ CARD = JobCard("run", "digits", b"", b"", "", 1, 32, b"", (Subset(DIGEST, 1, 1),
 
 
 @pytest.mark.parametrize(
-    "changes",
+    ("message", "changes"),
     [
-        {"name": "../../../.ipython/profile_default/startup/evil"},
-        {"name": "/tmp/evil"},
-        {"name": ""},
-        {"code": "x" * ((1 << 20) + 1)},
-        {"subsets": (Subset(DIGEST, 1 << 40, 1),)},
-        {"subsets": (Subset("../" + DIGEST, 1, 1),)},
+        (CARD, {"name": "../../../.ipython/profile_default/startup/evil"}),
+        (CARD, {"name": "/tmp/evil"}),
+        (CARD, {"name": ""}),
+        (CARD, {"code": "x" * ((1 << 20) + 1)}),
+        (CARD, {"subsets": (Subset(DIGEST, 1 << 40, 1),)}),
+        (CARD, {"subsets": (Subset("../" + DIGEST, 1, 1),)}),
+        *((GivenUnits(), {"wait_s": wait_s}) for wait_s in (float("nan"), float("inf"), -1.0, 1e300)),
     ],
 )
-def test_a_card_names_no_path_and_no_size_beyond_all_measure(changes: dict[str, Any]) -> None:
-    assert msgspec.msgpack.decode(CARD.encode(), type=JobCard) == CARD
+def test_answers_name_no_path_and_no_size_or_wait_beyond_all_measure(
+    message: msgspec.Struct, changes: dict[str, Any]
+) -> None:
+    kind = type(message)
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(message), type=kind) == message
     with pytest.raises(msgspec.ValidationError):
-        msgspec.msgpack.decode(msgspec.structs.replace(CARD, **changes).encode(), type=JobCard)
-
-
-@pytest.mark.parametrize("wait_s", [float("nan"), float("inf"), -1.0, 1e300])
-def test_a_volunteer_never_waits_indefinitely(wait_s: float) -> None:
-    with pytest.raises(msgspec.ValidationError):
-        msgspec.msgpack.decode(msgspec.msgpack.encode(GivenUnits(wait_s=wait_s)), type=GivenUnits)
+        changed = msgspec.structs.replace(message, **changes)
+        msgspec.msgpack.decode(msgspec.msgpack.encode(changed), type=kind)
 
 
 UNIT = GivenUnit("a" * 32, 1, 2, "b" * 64, "parameters", 60.0, 7)

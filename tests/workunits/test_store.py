@@ -1,5 +1,6 @@
 """What every store does alike, those that processes share, and what only databases or Redis do."""
 
+import itertools
 import signal
 import subprocess
 import sys
@@ -18,21 +19,71 @@ from colab_swarm.workunits import redis_store
 from colab_swarm.workunits.state import Accepted, AnyEntry, Assimilated, Expired, Rejected
 from colab_swarm.workunits.store import ParameterStore, open_store
 from colab_swarm.workunits.weights import Floats
-from tests.workunits.servers import (
-    KINDS,
-    SHARED,
-    accepted,
-    begun,
-    close_checked,
-    new_job,
-    plus_one,
-    redis_server,
-)
+from tests.workunits.servers import SERVERS, accepted, redis_server
 
-every_kind = pytest.mark.parametrize("url", KINDS, indirect=True)
-shared = pytest.mark.parametrize("url", SHARED, indirect=True)
+every_kind = pytest.mark.parametrize("url", ["memory", "sqlite", *SERVERS], indirect=True)
+shared = pytest.mark.parametrize("url", ["sqlite", *SERVERS], indirect=True)
 redis = pytest.mark.parametrize("url", ["redis"], indirect=True)
 databases = pytest.mark.parametrize("url", ["postgresql", "mariadb"], indirect=True)
+
+
+@pytest.fixture(scope="module")
+def url(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Of a store; its kind is the parameter."""
+    kind: str = request.param
+    if kind == "memory":
+        yield "memory"
+    elif kind == "sqlite":
+        yield str(tmp_path_factory.mktemp("store") / "store.db")
+    else:
+        try:
+            with SERVERS[kind]() as url:
+                yield url
+        except FileNotFoundError as absent:
+            if "is not installed" not in str(absent):
+                raise
+            pytest.skip(str(absent))
+
+
+@pytest.fixture
+def store(url: str) -> Iterator[ParameterStore]:
+    """With two results that wait; checked afterwards."""
+    store = begun(url, new_job(), units=2)
+    yield store
+    close_checked(store)
+
+
+def close_checked(store: ParameterStore) -> None:
+    """Close it if no unit is there twice, versions have no gaps and nothing is lost."""
+    log = store.entries()
+    positions = [position for position, _ in log]
+    assert positions == sorted(set(positions))
+    done = [entry for _, entry in log if isinstance(entry, Assimilated)]
+    assert [entry.version for entry in done] == list(range(1, len(done) + 1))
+    assert len({entry.unit for entry in done}) == len(done)
+    assert store.parameters().version == len(done)
+    store.close()
+
+
+def new_job() -> str:
+    return f"job-{next(numbers)}"
+
+
+numbers = itertools.count()
+
+
+def begun(url: str, job: str, *, units: int = 0, numel: int = 3) -> ParameterStore:
+    """A store with zeros for parameters and ``units`` results that wait."""
+    store = open_store(url, job)
+    store.begin(np.zeros(numel, np.float32))
+    for subset in range(units):
+        one = accepted(subset)
+        store.append([one], put={one.result: b"result"})
+    return store
+
+
+def plus_one(values: Floats) -> Floats:
+    return values + np.float32(1)
 
 
 @every_kind
