@@ -3,6 +3,7 @@
 import textwrap
 import traceback
 import tracemalloc
+from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -141,6 +142,19 @@ def test_replicas_of_a_unit_agree_bit_for_bit_and_leave_the_users_random_numbers
     assert torch.equal(before, torch.random.get_rng_state())
     with pytest.raises(IndexError, match="done"):
         one.step()
+
+
+def test_each_epoch_of_a_unit_trains_every_sample_once_in_an_order_of_its_own() -> None:
+    seen: list[float] = []
+
+    def loss(model: torch.nn.Module, batch: Any) -> torch.Tensor:
+        seen.extend(batch[0][:, 0].tolist())
+        return model(batch[0]).sum()
+
+    job = replace(tiny_job(batch_size=16), loss=loss)
+    training(job).finish()
+    samples = sorted(job.rows().columns["0"][:, 0].tolist())
+    assert sorted(seen[:64]) == sorted(seen[64:]) == samples and seen[:64] != seen[64:]
 
 
 def test_a_unit_saved_between_two_batches_ends_as_if_it_had_not_stopped() -> None:
