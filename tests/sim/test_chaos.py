@@ -38,7 +38,7 @@ def test_a_wrong_line_of_a_script_is_quoted(line: str) -> None:
         read_script(line, PEERS)
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(5))
 def test_random_faults_leave_one_peer_alone_and_are_over_at_the_end(seed: int) -> None:
     given = {"until_s": 600.0, "mean_s": 5.0, "kinds": tuple(LASTS_S)}
     faults = random_faults(PEERS, **given, rng=random.Random(seed))
