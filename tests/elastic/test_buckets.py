@@ -20,24 +20,28 @@ class Full:
         self.parameters = list(model.parameters())
         self.buckets = Buckets(self.parameters, most=most, on_full=lambda *item: self.full_ones.append(item))
 
-    def expected(self) -> Floats:
-        return torch.cat([one.grad.flatten().float() for one in reversed(self.parameters)]).numpy()
-
 
 def deep() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(*(nn.Linear(64, 64) for _ in range(2 * FEWEST)))
 
 
-def test_buckets_fill_up_last_layer_first_during_backward_and_hold_all_gradients() -> None:
-    model = deep()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_buckets_fill_up_last_layer_first_during_backward_and_hold_all_gradients(dtype: torch.dtype) -> None:
+    model = deep().to(dtype)
     full = Full(model)
     first_layers: list[int] = []
     model[0].weight.register_post_accumulate_grad_hook(lambda _: first_layers.append(len(full.full_ones)))
-    model(torch.randn(4, 64)).square().sum().backward()
+    model(torch.randn(4, 64, dtype=dtype)).square().sum().backward()
     assert [bucket for bucket, _ in full.full_ones] == list(range(len(full.buckets.sizes)))
     assert first_layers[0] >= len(full.full_ones) - 1 >= FEWEST
-    np.testing.assert_array_equal(np.concatenate([values for _, values in full.full_ones]), full.expected())
+    expected = torch.cat([one.grad.flatten().float() for one in reversed(full.parameters)]).numpy()
+    np.testing.assert_array_equal(np.concatenate([values for _, values in full.full_ones]), expected)
+    before = [one.grad.clone() for one in full.parameters]
+    full.buckets.to_gradients([values for _, values in full.full_ones])
+    for grad, parameter in zip(before, full.parameters, strict=True):
+        assert parameter.grad.dtype == dtype
+        torch.testing.assert_close(parameter.grad, grad)
 
 
 def test_a_parameter_larger_than_a_bucket_reaches_into_several() -> None:
@@ -60,42 +64,17 @@ def test_a_parameter_without_a_gradient_is_named(backward: bool) -> None:
         full.buckets.check()
 
 
-def test_a_second_backward_in_a_step_says_to_call_step_first() -> None:
-    model = nn.Linear(8, 4)
-    full = Full(model)
-    model(torch.ones(1, 8)).sum().backward()
-    with pytest.raises(RuntimeError, match=r"call optimizer.step\(\) after each backward"):
-        model(torch.ones(1, 8)).sum().backward()
-    full.buckets.begin()
-    model(torch.ones(1, 8)).sum().backward()
-    assert len(full.full_ones) == 2
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_gradients_of_any_dtype_are_read_and_set(dtype: torch.dtype) -> None:
-    model = deep().to(dtype)
-    full = Full(model)
-    model(torch.randn(4, 64, dtype=dtype)).square().sum().backward()
-    before = [one.grad.clone() for one in full.parameters]
-    full.buckets.to_gradients([values for _, values in full.full_ones])
-    for grad, parameter in zip(before, full.parameters, strict=True):
-        assert parameter.grad.dtype == dtype
-        torch.testing.assert_close(parameter.grad, grad)
-
-
-def test_values_handed_over_do_not_change_in_later_steps() -> None:
+def test_buckets_fill_once_in_a_step_until_they_are_closed() -> None:
     model = nn.Linear(8, 4)
     full = Full(model)
     model(torch.ones(1, 8)).sum().backward()
     kept = full.full_ones[0][1].copy()
+    with pytest.raises(RuntimeError, match=r"call optimizer.step\(\) after each backward"):
+        model(torch.ones(1, 8)).sum().backward()
     full.buckets.begin()
     model(5 * torch.ones(1, 8)).sum().backward()
-    np.testing.assert_array_equal(full.full_ones[0][1], kept)
-
-
-def test_closed_buckets_collect_no_gradients() -> None:
-    model = nn.Linear(8, 4)
-    full = Full(model)
+    assert len(full.full_ones) == 2
+    np.testing.assert_array_equal(full.full_ones[0][1], kept, "values handed over change no more")
     full.buckets.close()
     model(torch.ones(1, 8)).sum().backward()
-    assert not full.full_ones
+    assert len(full.full_ones) == 2, "closed buckets collect nothing"

@@ -1,13 +1,14 @@
 """Forming a group, in simulated swarms."""
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
 import colab_swarm as cs
-from colab_swarm.elastic.optimizer import ElasticOptimizer
-from colab_swarm.elastic.schedulers import NormBounded, Synchronous
+from colab_swarm.elastic.schedulers import NormBounded
 from colab_swarm.elastic.steps import ElasticSettings
 from colab_swarm.errors import StateError
 from colab_swarm.swarm.swarm import Swarm
@@ -15,14 +16,9 @@ from tests.elastic.group import join_group
 from tests.training.toy import loss_of, model, parameters_of
 
 
-def step_and_close(optimizer: ElasticOptimizer, net: torch.nn.Module) -> None:
-    loss_of(net, 0).backward()
-    optimizer.step()
-    optimizer.close()
-
-
 def test_all_start_with_the_first_members_parameters_and_optimizer_state() -> None:
     def begin(swarm: Swarm) -> tuple[int, torch.Tensor, torch.Tensor, torch.Tensor]:
+        join_group(swarm, model(), 3).close()  # a group may be formed again by the same peers
         net = model(seed=len(swarm.name))
         own = parameters_of(net)
         optimizer = join_group(swarm, net, 3)
@@ -41,48 +37,36 @@ def test_all_start_with_the_first_members_parameters_and_optimizer_state() -> No
     assert len({tuple(own.tolist()) for _, own, *_ in results}) > 1
 
 
+def sgd(lr: float = 0.05, width: int = 2, **options: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(torch.nn.Linear(8, width).parameters(), lr=lr, **options)
+
+
 @pytest.mark.parametrize(
-    ("theirs", "named"),
+    ("theirs", "options", "named"),
     [
-        ({"compression": "int8"}, "int8"),
-        ({"scheduler": NormBounded(0.5)}, "NormBounded(beta=0.5"),
-        ({"hidden": 3}, "values"),
+        (sgd, {"compression": "int8"}, "int8"),
+        (sgd, {"scheduler": NormBounded(0.5)}, "NormBounded(beta=0.5"),
+        (partial(sgd, width=3), {}, "values"),
+        (partial(sgd, 0.1), {}, "learning rate 0.1"),
+        (partial(sgd, weight_decay=0.01), {}, "weight_decay=0.01"),
+        (partial(sgd, momentum=0.9), {}, "momentum=0.9"),
+        (lambda: torch.optim.Adagrad(torch.nn.Linear(8, 2).parameters(), lr=0.05), {}, "Adagrad"),
     ],
+    ids=["codec", "scheduler", "size", "rate", "weight decay", "momentum", "class"],
 )
-def test_different_settings_are_reported_to_both_peers_at_once(theirs: dict[str, object], named: str) -> None:
+def test_a_different_setting_is_reported_to_both_peers_at_once(
+    theirs: Callable[[], torch.optim.Optimizer], options: dict[str, Any], named: str
+) -> None:
     def begin(swarm: Swarm) -> str:
-        options = {"scheduler": Synchronous(), **(theirs if swarm.name == "bob" else {})}
-        net = torch.nn.Linear(8, int(str(options.pop("hidden", 2))))
+        mine = (sgd(), {}) if swarm.name == "alice" else (theirs(), options)
         with pytest.raises(ValueError, match="same settings") as raised:
-            join_group(swarm, net, 2, **options)
+            swarm.elastic_optimizer(mine[0], peers=2, **mine[1])
         return str(raised.value)
 
     with cs.simulate(2, network="lan", seed=1) as sim:
-        results = sim.run(begin)
+        said = sim.run(begin)
         assert sim.time < 30
-    assert len(results) == 2 and all(named in text for text in results.values())
-
-
-@pytest.mark.parametrize(
-    ("make", "named"),
-    [
-        (lambda parameters: torch.optim.SGD(parameters, lr=0.1), "learning rate 0.1"),
-        (lambda parameters: torch.optim.SGD(parameters, lr=0.05, weight_decay=0.01), "weight_decay=0.01"),
-        (lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9), "momentum=0.9"),
-        (lambda parameters: torch.optim.Adagrad(parameters, lr=0.05), "Adagrad"),
-    ],
-    ids=["rate", "weight decay", "momentum", "class"],
-)
-def test_another_optimizer_or_option_is_reported_to_both_peers(make: Any, named: str) -> None:
-    def begin(swarm: Swarm) -> str:
-        parameters = [*torch.nn.Linear(8, 2).parameters()]
-        mine = torch.optim.SGD(parameters, lr=0.05)
-        with pytest.raises(ValueError, match="same settings") as raised:
-            swarm.elastic_optimizer(make(parameters) if swarm.name == "bob" else mine, peers=2)
-        return str(raised.value)
-
-    with cs.simulate(2, network="lan", seed=1) as sim:
-        assert all(named in text for text in sim.run(begin).values())
+    assert len(said) == 2 and all(named in text for text in said.values())
 
 
 def test_a_timeout_reports_how_many_peers_came_and_joining_can_be_repeated() -> None:
@@ -108,17 +92,6 @@ def test_a_surplus_peer_is_advised_to_choose_another_name() -> None:
     with cs.simulate(3, network="lan", seed=1) as sim:
         messages = sorted(sim.run(begin).values(), key=len)
     assert messages[:2] == ["in", "in"] and ("choose another name" in messages[2] or "1 came" in messages[2])
-
-
-def test_a_group_may_be_formed_again_by_the_same_peers() -> None:
-    def twice(swarm: Swarm) -> int:
-        for _ in range(2):
-            optimizer = join_group(swarm, net := model(), 2)
-            step_and_close(optimizer, net)
-        return optimizer.member
-
-    with cs.simulate(2, network="home", seed=1) as sim:
-        assert sorted(sim.run(twice).values()) == [0, 1]
 
 
 def test_a_crash_while_the_group_is_formed_is_reported() -> None:

@@ -38,32 +38,6 @@ def test_a_step_applies_the_mean_of_all_gradients() -> None:
     assert not closed.missing and ledger.step == 1
 
 
-def test_a_missing_bucket_counts_as_zero_and_is_added_when_it_arrives() -> None:
-    ledger = alice(NormBounded(0.0))
-    ledger.on_received(BOB, 0, 1, of(5))
-    closed = ledger.close_step()
-    assert [list(bucket) for bucket in closed.updates[0]] == [[0.5, 1], [4]]
-    assert closed.missing == {(BOB, 0, 0)}
-    assert ledger.on_received(BOB, 0, 0, of(3, 4))
-    for bucket, size in enumerate((2, 1)):
-        ledger.on_own(1, bucket, np.zeros(size, np.float32), now=2.0)
-    closed = ledger.close_step()
-    assert [list(bucket) for bucket in closed.updates[0]] == [[1.5, 2], [0]]
-    assert [(late.peer, late.step, late.bucket) for late in closed.late] == [(BOB, 0, 0)]
-
-
-def test_own_values_stand_in_until_the_late_ones_arrive() -> None:
-    ledger = alice(VarianceBounded(0.0))
-    assert [list(bucket) for bucket in ledger.close_step().updates[0]] == [[1, 2], [3]]
-    ledger.on_received(BOB, 0, 0, of(3, 6))
-    for bucket, size in enumerate((2, 1)):
-        ledger.on_own(1, bucket, np.zeros(size, np.float32), now=2.0)
-    assert ledger.standing(2.0).overdue == 1, "of step 0 a bucket is missing still"
-    ledger.on_received(BOB, 0, 1, of(5))
-    assert ledger.standing(2.0).overdue == 0
-    assert [list(bucket) for bucket in ledger.close_step().updates[0]] == [[1, 2], [1]]
-
-
 def test_single_steps_apply_each_gradient_in_full_in_the_order_of_peers() -> None:
     ledger = alice(BoundedStaleness(1, single_steps=True), peers=3)
     ledger.on_received(CAROL, 0, 0, of(7, 8))
@@ -82,30 +56,21 @@ def test_single_steps_apply_each_gradient_in_full_in_the_order_of_peers() -> Non
     assert (late, own, part) == ([[5, 5], [5]], [[1, 1], [1]], [[4, 4], [0]])
 
 
-def test_a_bucket_counts_once() -> None:
-    ledger = alice(NormBounded(0.0))
-    assert ledger.on_received(BOB, 0, 0, of(3, 4))
-    assert not ledger.on_received(BOB, 0, 0, of(30, 40))
-    ledger.close_step()
-    assert ledger.on_received(BOB, 0, 1, of(5))
-    assert not ledger.on_received(BOB, 0, 1, of(50)) and not ledger.on_received(BOB, 0, 0, of(30, 40))
-
-
 @pytest.mark.parametrize(
     ("scheduler", "furthest"), [(Synchronous(), 1), (NormBounded(0.5), 2), (BoundedStaleness(4), 5)]
 )
-def test_a_bucket_that_is_too_far_ahead_is_refused(scheduler: Scheduler, furthest: int) -> None:
+def test_a_bucket_that_is_not_due_is_refused_and_one_counts_once(scheduler: Scheduler, furthest: int) -> None:
     ledger = alice(scheduler)
     assert ledger.on_received(BOB, furthest, 1, of(5))
-    assert not ledger.on_received(BOB, furthest + 1, 1, of(5))
-
-
-def test_a_bucket_that_does_not_exist_is_refused() -> None:
-    ledger = alice(Synchronous())
-    for peer, bucket in ((ALICE, 1), (2, 1), (-1, 1), (BOB, 2), (BOB, -1)):
-        assert not ledger.on_received(peer, 0, bucket, of(5))
+    for peer, step, bucket in (
+        *((BOB, furthest, 1), (BOB, furthest + 1, 1), (BOB, -1, 1)),
+        *((ALICE, 0, 1), (2, 0, 1), (-1, 0, 1), (BOB, 0, 2), (BOB, 0, -1)),
+    ):
+        assert not ledger.on_received(peer, step, bucket, of(5))
     assert not ledger.on_received(BOB, 0, 1, of(5, 5)), "the wrong size"
-    assert not ledger.on_received(BOB, -1, 1, of(5))
+    for step, bucket, values in ((0, 1, of(3)), (1, 1, of(3)), (0, 7, of(3))):
+        with pytest.raises(ValueError, match="bucket"):
+            ledger.on_own(step, bucket, values, now=2.0)
 
 
 def test_a_lost_peers_values_count_and_its_missing_ones_are_not_waited_for() -> None:
@@ -120,20 +85,14 @@ def test_a_lost_peers_values_count_and_its_missing_ones_are_not_waited_for() -> 
     assert not ledger.on_received(BOB, 0, 1, of(5))
     assert [list(bucket) for bucket in ledger.close_step().updates[0]] == [[2, 3], [3]], "divided by 3"
     ledger.check_invariants()
-
-
-def test_nothing_stands_in_for_a_lost_peer() -> None:
-    ledger = alice(VarianceBounded(0.0))
-    ledger.on_lost(BOB)
-    assert [list(bucket) for bucket in ledger.close_step().updates[0]] == [[0.5, 1], [1.5]]
-
-
-def test_the_debts_of_a_lost_peer_are_dropped() -> None:
-    ledger = alice(CrashTolerant(1, 0.0))
-    assert ledger.close_step().missing
-    ledger.on_lost(BOB)
-    assert not ledger.missing
-    ledger.check_invariants()
+    alone = alice(VarianceBounded(0.0))
+    alone.on_lost(BOB)
+    assert [list(bucket) for bucket in alone.close_step().updates[0]] == [[0.5, 1], [1.5]], "no stand-in"
+    owed = alice(CrashTolerant(1, 0.0))
+    assert owed.close_step().missing
+    owed.on_lost(BOB)
+    assert not owed.missing, "its debts are dropped"
+    owed.check_invariants()
 
 
 def test_a_step_does_not_end_before_the_own_gradient_is_complete() -> None:
@@ -142,13 +101,6 @@ def test_a_step_does_not_end_before_the_own_gradient_is_complete() -> None:
     assert not ledger.ready and ledger.standing(9.0).waited_s == 0.0
     with pytest.raises(ValueError, match="not complete"):
         ledger.close_step()
-
-
-def test_an_own_bucket_of_another_step_or_a_duplicate_is_an_error() -> None:
-    ledger = alice(Synchronous())
-    for step, bucket, values in ((0, 1, of(3)), (1, 1, of(3)), (0, 7, of(3))):
-        with pytest.raises(ValueError, match="bucket"):
-            ledger.on_own(step, bucket, values, now=2.0)
 
 
 @settings(max_examples=25)

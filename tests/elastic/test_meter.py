@@ -85,21 +85,6 @@ def test_views_that_wait_for_a_lost_peer_are_settled_without_what_it_owed() -> N
     assert meter.on_closed(ledger.close_step()) == [0.0]
 
 
-@pytest.mark.parametrize("steps", [3, 5, 8, 40])
-def test_two_peers_that_never_wait_reach_their_bound_and_do_not_pass_it(steps: int) -> None:
-    scheduler = NormBounded(0.0)
-    run = emulate(lambda: scheduler, steps, peers=2, delay=lambda *_: 1.5)
-    for member in run.members:
-        bound = scheduler.bound(member.meter.facts())
-        assert bound and 0.9 * bound < member.meter.measured <= bound * (1 + 1e-6)
-
-
-def test_a_synchronous_group_measures_nothing() -> None:
-    run = emulate(Synchronous)
-    assert run.measured < 1e-4
-    assert all(member.meter.measured == 0.0 for member in run.members)
-
-
 @pytest.mark.parametrize(("bound", "passed"), [(None, False), (0.0, False), (1.0, True), (2.0, False)])
 def test_a_distance_above_its_bound_is_noticed(bound: float | None, passed: bool) -> None:
     assert ElasticStep(0, 0.0, 0.0, inconsistency=1.5, bound=bound, lost=()).passed == passed
