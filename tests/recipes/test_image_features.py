@@ -1,7 +1,6 @@
 import math
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -9,7 +8,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from numpy.typing import NDArray
 from PIL import Image
 
 import colab_swarm as cs
@@ -52,12 +50,15 @@ def test_tiny_swav_learns_to_tell_digits_apart_without_labels() -> None:
 
 
 @pytest.mark.slow
-def test_peers_stay_equal_although_images_and_statistics_differ() -> None:
+def test_peers_start_and_stay_equal_although_images_and_statistics_differ() -> None:
     models = {name: swav(images=PICTURES, batch_size=8)[0] for name in ("alice", "bob")}
+    assert torch.equal(*map(parameters_of, models.values()))
+    seen = {}
 
     def train(swarm: Swarm) -> bytes:
         model = models[swarm.name]
         _, batches = swav(images=PICTURES, swarm=swarm, batch_size=8)
+        seen[swarm.name] = next(batches)["large_crops"]
         inner, scheduler = image_features.swav_optimizer(model)
         optimizer = swarm.optimizer(inner, scheduler=scheduler, target_batch_size=16)
         while optimizer.global_step < 4:
@@ -67,21 +68,13 @@ def test_peers_stay_equal_although_images_and_statistics_differ() -> None:
 
     with cs.simulate(2, network="lan", seed=1, samples_per_s=10.0) as simulation:
         lineages = simulation.run(train)
+    assert not torch.equal(seen["alice"], seen["bob"])
     assert lineages["alice"] == lineages["bob"]
     alice, bob = models["alice"], models["bob"]
     assert torch.equal(parameters_of(alice), parameters_of(bob))
     norm = "backbone.embedder.embedder.normalization.running_mean"
     assert not torch.equal(alice.state_dict()[norm], bob.state_dict()[norm])
     assert torch.equal(embed(alice, PICTURES, size_px=32), embed(bob, PICTURES, size_px=32))
-
-
-@pytest.mark.slow
-def test_peers_start_equal_and_see_different_views() -> None:
-    (alice, hers), (bob, his) = (
-        swav(images=PICTURES, swarm=SimpleNamespace(id=name)) for name in (b"alice", b"bob")
-    )
-    assert torch.equal(parameters_of(alice), parameters_of(bob))
-    assert not torch.equal(next(hers)["large_crops"], next(his)["large_crops"])
 
 
 def test_a_batch_has_the_views_of_its_size_and_a_pass_every_image_once() -> None:
@@ -142,6 +135,11 @@ def test_swav_and_dedloc_have_their_published_rates(
 ) -> None:
     settings = image_features.SETTINGS[size]
     assert (settings.total_steps, settings.target_batch_size) == (steps, batch_size)
+    shape = image_features.SIZES[size]
+    micro_batches = 32_768 // (16 * 64)  # of a worker, in a step of DeDLOC's 16; its code counts them
+    begins = (5_005 // micro_batches, 98_000 // micro_batches) if size == "dedloc" else (313, 4_692)
+    assert (settings.frozen_steps, shape.queue_from_step) == begins
+    assert (shape.large.count, shape.small.count, shape.queue) == (2, 6, 3_840)
     _, scheduler = image_features.swav_optimizer(swav(images=PICTURES)[0], size)
     body_share = scheduler.lr_lambdas[0]
     times = (0, settings.warmup_steps, settings.total_steps)
@@ -150,31 +148,11 @@ def test_swav_and_dedloc_have_their_published_rates(
     )
 
 
-def test_dedlocs_prototypes_and_queue_begin_after_as_many_samples_as_in_its_code() -> None:
-    workers, micro_batch = 16, 64
-    shape, settings = image_features.SIZES["dedloc"], image_features.SETTINGS["dedloc"]
-    micro_batches = settings.target_batch_size // (workers * micro_batch)
-    assert settings.frozen_steps == 5_005 // micro_batches
-    assert shape.queue_from_step == 98_000 // micro_batches
-    assert (shape.large.count, shape.small.count, shape.queue) == (2, 6, 3_840)
-
-
 def test_a_wrong_size_or_batch_is_refused() -> None:
     with pytest.raises(ValueError, match="'huge' is none of tiny, resnet50, dedloc"):
         swav("huge")
     with pytest.raises(ValueError, match="at least 2"):
         swav(images=PICTURES, batch_size=1)
-
-
-def reference(scores_BK: NDArray[Any], epsilon: float, iterations: int) -> NDArray[Any]:
-    """The listing of the SwAV paper, appendix A, line by line, in float64."""
-    q_KB = np.exp(scores_BK / epsilon).T
-    q_KB /= q_KB.sum()
-    k, b = q_KB.shape
-    for _ in range(iterations):
-        q_KB /= q_KB.sum(axis=1, keepdims=True) * k
-        q_KB /= q_KB.sum(axis=0, keepdims=True) * b
-    return (q_KB * b).T
 
 
 def small(**head: Any) -> image_features.Swav:
@@ -188,10 +166,17 @@ def batch_of_crops(seed: int = 0, batch: int = 6, views: int = 2, side: int = 32
 
 
 @pytest.mark.parametrize("iterations", [1, 3, 10])
-def test_assignments_equal_those_of_the_paper(iterations: int) -> None:
+def test_assignments_equal_those_of_the_papers_listing(iterations: int) -> None:
     scores = np.random.default_rng(0).uniform(-1, 1, size=(12, 5))
+    # SwAV, appendix A, line by line
+    q_KB = np.exp(scores / 0.05).T
+    q_KB /= q_KB.sum()
+    k, b = q_KB.shape
+    for _ in range(iterations):
+        q_KB /= q_KB.sum(axis=1, keepdims=True) * k
+        q_KB /= q_KB.sum(axis=0, keepdims=True) * b
     ours = image_features.balance(torch.tensor(scores), epsilon=0.05, iterations=iterations)
-    np.testing.assert_allclose(ours.numpy(), reference(scores, 0.05, iterations), rtol=1e-3, atol=1e-6)
+    np.testing.assert_allclose(ours.numpy(), (q_KB * b).T, rtol=1e-3, atol=1e-6)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
@@ -205,6 +190,8 @@ def test_a_tiny_epsilon_neither_overflows_nor_divides_by_zero(dtype: torch.dtype
 @pytest.mark.slow
 def test_the_loss_is_the_mean_over_swapped_predictions() -> None:
     model = small()
+    with torch.no_grad():
+        model.prototypes.mul_(torch.tensor([[0.1], [2.0], [3.0], [5.0]]))  # their length does not matter
     large, little = batch_of_crops(), batch_of_crops(1, views=1, side=24)
     output = model(large, little)
     scores = [
@@ -220,14 +207,6 @@ def test_the_loss_is_the_mean_over_swapped_predictions() -> None:
     pairs = [(q1, second), (q1, third), (q2, first), (q2, third)]
     expected = sum(torch.nn.functional.cross_entropy(s / 0.1, q) for q, s in pairs) / 4
     torch.testing.assert_close(output.loss, expected)
-
-
-def test_the_length_of_prototypes_does_not_matter() -> None:
-    model = small()
-    with torch.no_grad():
-        before = model(batch_of_crops()).loss
-        model.prototypes.mul_(torch.tensor([[0.1], [2.0], [3.0], [5.0]]))
-        torch.testing.assert_close(model(batch_of_crops()).loss, before)
 
 
 def test_the_queue_of_training_counts_once_it_is_full_and_its_step_is_reached_and_is_not_saved() -> None:
@@ -259,24 +238,22 @@ def test_a_view_has_its_size_and_range_for_every_image(height: int, width: int, 
     assert view.min() >= 0 and view.max() <= 1
 
 
-def test_views_show_the_requested_share_of_the_image() -> None:
+def test_views_show_the_requested_share_of_the_image_and_are_flipped_by_chance() -> None:
     x = torch.linspace(0, 255, 64).round().to(torch.uint8).expand(3, 64, 64)  # brightness encodes the column
     crops = Crops(1, 32, (0.25, 0.25))
     views = (image_features.random_view(x, crops, 0.0, rng(seed)) for seed in range(50))
     widths = [float(view[0, 0].max() - view[0, 0].min()) for view in views]
     assert all(0.4 < width < 0.6 for width in widths)  # half a side, by an aspect of 3/4 to 4/3
-
-
-@pytest.mark.slow
-def test_a_chance_of_one_always_flips() -> None:
-    x, crops = picture(), Crops(1, 8, (0.3, 0.9))
     plain, flipped = (image_features.random_view(x, crops, flip, rng()) for flip in (0.0, 1.0))
     torch.testing.assert_close(plain.flip(2), flipped)
 
 
-def test_without_distortion_views_are_unchanged() -> None:
+def test_without_distortion_views_are_unchanged_and_grey_ones_keep_their_brightness() -> None:
     views = torch.rand(4, 3, 8, 8, generator=rng())
     torch.testing.assert_close(distort(views, STILL, rng()), views)
+    greys = distort(views, replace(STILL, grey=1.0), rng())
+    brightness = (views * torch.tensor([0.299, 0.587, 0.114]).view(3, 1, 1)).sum(dim=1)
+    torch.testing.assert_close(greys, brightness[:, None].expand_as(greys))
 
 
 def test_distorted_views_differ_from_each_other_and_stay_in_range() -> None:
@@ -284,13 +261,6 @@ def test_distorted_views_differ_from_each_other_and_stay_in_range() -> None:
     distorted, again = (distort(views, image_features.SIZES["resnet50"], rng()) for _ in range(2))
     assert torch.equal(distorted, again) and distorted.min() >= 0 and distorted.max() <= 1 + 1e-5
     assert len({tuple(view.flatten().tolist()) for view in distorted}) == 20
-
-
-def test_grey_views_keep_their_brightness() -> None:
-    views = torch.rand(4, 3, 8, 8, generator=rng())
-    greys = distort(views, replace(STILL, grey=1.0), rng())
-    brightness = (views * torch.tensor(image_features.GREY).view(3, 1, 1)).sum(dim=1)
-    torch.testing.assert_close(greys, brightness[:, None].expand_as(greys))
 
 
 def test_a_blurred_dot_is_a_gaussian_of_the_requested_width() -> None:

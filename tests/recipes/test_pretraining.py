@@ -20,12 +20,19 @@ def original(batch: dict[str, torch.Tensor]) -> torch.Tensor:
     return batch["input_ids"].where(batch["labels"] == IGNORED, batch["labels"])
 
 
-def test_a_batch_is_ready_for_the_model(tokenizer: Words) -> None:
-    batch = next(batches(tokenizer, batch_size=3, sequence_length=32))
+def test_a_batch_is_ready_for_the_model_and_every_sample_has_something_to_predict(tokenizer: Words) -> None:
+    batch, again, bobs = (
+        next(batches(tokenizer, seed=seed, batch_size=3, sequence_length=32)) for seed in (1, 1, 2)
+    )
     shapes = {name: tuple(tensor.shape) for name, tensor in batch.items()}
     assert shapes.pop("sentence_order_label") == (3,)
     assert shapes == dict.fromkeys(["input_ids", "attention_mask", "token_type_ids", "labels"], (3, 32))
     assert {tensor.dtype for tensor in batch.values()} == {torch.int64}
+    assert all(torch.equal(batch[name], again[name]) for name in batch)
+    assert not torch.equal(batch["input_ids"], bobs["input_ids"])
+    source = batches(tokenizer, ["a short line of text with a few words"], batch_size=1, sequence_length=11)
+    assert all((batch["labels"] != IGNORED).any() for batch in itertools.islice(source, 400))
+    assert next(batches(tokenizer, [f"This is sentence {n}." for n in range(500)])), "short rows are joined"
 
 
 def test_samples_are_two_pieces_between_special_tokens(tokenizer: Words) -> None:
@@ -56,17 +63,6 @@ def test_fifteen_percent_are_hidden_in_the_published_proportions(tokenizer: Word
     assert (shown[~hidden] != tokenizer.mask_token_id).all()
 
 
-def test_every_sample_has_something_to_predict(tokenizer: Words) -> None:
-    source = batches(tokenizer, ["a short line of text with a few words"], batch_size=1, sequence_length=11)
-    assert all((batch["labels"] != IGNORED).any() for batch in itertools.islice(source, 400))
-
-
-def test_the_same_seed_gives_the_same_batches_and_another_seed_others(tokenizer: Words) -> None:
-    alice, again, bob = (next(batches(tokenizer, seed=seed)) for seed in (1, 1, 2))
-    assert all(torch.equal(alice[name], again[name]) for name in alice)
-    assert not torch.equal(alice["input_ids"], bob["input_ids"])
-
-
 def test_a_peers_seed_is_the_same_in_every_process() -> None:
     by_hand = hashlib.blake2b(b"alice", digest_size=7, salt=(5).to_bytes(16, "big")).digest()
     assert peer_seed(5, b"alice") == int.from_bytes(by_hand, "big")
@@ -93,7 +89,3 @@ def test_an_error_of_the_users_own_text_is_raised_at_once(tokenizer: Words) -> N
 
     with pytest.raises(RuntimeError, match="a bug of the user"):
         next(batches(tokenizer, Texts()))
-
-
-def test_rows_of_one_sentence_are_joined(tokenizer: Words) -> None:
-    assert next(batches(tokenizer, [f"This is sentence {number}." for number in range(500)]))

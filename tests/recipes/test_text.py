@@ -42,11 +42,6 @@ def test_files_are_found_by_path_by_pattern_and_by_list(tmp_path: Path) -> None:
     assert read(tmp_path / "a.txt") == both[:2]
 
 
-def test_strings_and_generators_of_strings_are_text() -> None:
-    assert read(["one", "two"]) == ["one\ntwo\n"]
-    assert read(word for word in ("one", "two")) == ["one\ntwo\n"]
-
-
 @pytest.mark.slow
 def test_a_name_that_is_nothing_is_refused_in_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     import datasets

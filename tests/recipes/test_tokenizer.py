@@ -7,7 +7,7 @@ import pytest
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast as Words
 
-from colab_swarm.recipes.text import SPECIALS, load_tokenizer, train_tokenizer
+from colab_swarm.recipes.text import load_tokenizer, train_tokenizer
 from tests.recipes.test_text import read
 
 BENGALI = [
@@ -32,12 +32,6 @@ def test_every_process_trains_the_same_tokenizer_whatever_its_order_of_text(toke
     assert hashlib.sha256(again.backend_tokenizer.to_str().encode()).hexdigest() == digest
     found = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True)
     assert found.stdout.strip() == digest
-
-
-@pytest.mark.slow
-def test_specials_come_first_and_the_vocabulary_has_its_size(tokenizer: Words) -> None:
-    assert tokenizer.convert_ids_to_tokens([0, 1, 2, 3, 4]) == list(SPECIALS.values())
-    assert len(tokenizer) == 2000
 
 
 def test_text_is_normalised_and_comes_back(tokenizer: Words) -> None:
@@ -98,11 +92,3 @@ def test_the_mask_takes_the_space_before_it(bengali: Words, tmp_path: Path) -> N
         )
         assert whole[: len(before) + 1] == [*before, loaded.mask_token_id]
         assert loaded("ж", add_special_tokens=False)["input_ids"][-1] == loaded.unk_token_id == 1
-
-
-def test_two_texts_are_joined_as_a_pair(tokenizer: Words) -> None:
-    pair = tokenizer("one", "two")
-    tokens = tokenizer.convert_ids_to_tokens(pair["input_ids"])
-    middle = tokens.index("[SEP]") + 1
-    assert (tokens[0], tokens[-1]) == ("[CLS]", "[SEP]")
-    assert pair["token_type_ids"] == [0] * middle + [1] * (len(tokens) - middle)
