@@ -2,98 +2,21 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from itertools import count
 
-import numpy as np
 import pytest
 import torch
 from blake3 import blake3
 
 from colab_swarm.averaging.reducer import SpanReducer
 from colab_swarm.averaging.share import Share
-from colab_swarm.events import MemberTrace, RoundFinished
 from colab_swarm.tensors.chunks import Snapshot
 from colab_swarm.tensors.codecs import Floats
 from colab_swarm.training.link_rounds import LinkRounds
 from colab_swarm.training.records import LINEAGE_BYTES, Mean
 from colab_swarm.training.replica import Replica
-from tests.sim.histories import MOMENTUM, WIDTH, History, State, Violation, check
+from tests.sim.histories import check
 from tests.sim.storm import Fault, Storm, assert_consistent, endure, reports_of, shrink, simpler, storm_of
-
-ALICE, BOB, CAROL = "a11ce000", "b0b00000", "ca401000"
-SAMPLES = {ALICE: 1.0, BOB: 3.0}
-MEAN = np.repeat(np.array([[0.25], [0.75]], np.float32), WIDTH, axis=1)
-STEP_S, STEADY = 10.0, (0.0, 30.0)
-
-
-def averaged(step: int, **changes: Any) -> RoundFinished:
-    """The round of a step to which all of SAMPLES contribute."""
-    members = tuple(MemberTrace(peer, samples, 0.5) for peer, samples in SAMPLES.items())
-    good = RoundFinished(0.0, step, 2, (ALICE, BOB), 4.0, 0, 0, 1, 1, 1.0, members=members)
-    return replace(good, **changes)
-
-
-def training(steps: int = 3, means: dict[int, Floats] | None = None) -> list[History]:
-    """Histories of alice and bob; ``means``: those that are not `MEAN`, by step."""
-    histories = []
-    for row, peer in enumerate(SAMPLES):
-        history = History(peer, row, computed=steps * SAMPLES[peer], steady=STEADY)
-        values = np.zeros((2, WIDTH), np.float32)
-        velocity = values
-        history.states.append(State(0.0, 0, "lineage0", values))
-        for step in range(1, steps + 1):
-            velocity = MOMENTUM * velocity + (means or {}).get(step, MEAN)
-            values = values - velocity
-            history.rounds.append(averaged(step - 1))
-            history.states.append(State(STEP_S * step, step, f"lineage{step}", values, history.rounds[-1]))
-        histories.append(history)
-    return histories
-
-
-def change(history: History, index: int, **changes: Any) -> None:
-    history.states[index] = replace(history.states[index], **changes)
-
-
-def test_good_histories_are_consistent_and_so_are_those_whose_round_lost_something() -> None:
-    assert check(training()) == [] and check([]) == []
-    for lost in ({"contributors": (ALICE,)}, {"kept_local": 1}, {"spans_lost": 1}):
-        histories = training(means={3: 2 * MEAN})
-        for history in histories:
-            change(history, 3, round=averaged(2, **lost))
-        assert check(histories) == []
-
-
-@pytest.mark.parametrize(
-    "mean", [MEAN[::-1], MEAN * [[1], [0]], 2 * MEAN], ids=["other", "left out", "twice"]
-)
-def test_a_mean_that_is_not_that_of_the_contributions_is_found(mean: Floats) -> None:
-    found = check(training(means={3: mean}))
-    assert [(one.rule, one.peer, one.step) for one in found] == [("sum", peer, 3) for peer in SAMPLES]
-
-
-def test_a_step_that_others_take_another_way_is_found_once_the_storm_is_over() -> None:
-    alice, bob = training(4)
-    there = alice.states[2]
-    change(alice, 2, lineage="alone")
-    alice.states.insert(3, replace(there, at=there.at + 1.0))  # alice loads bob's state
-    alice.steady = bob.steady = (0.0, 45.0)
-    assert check([alice, bob]) == []
-    assert {one.rule for one in check([alice, bob], patience_s=15.0)} == {"fork"}
-
-
-def test_a_steady_peer_that_stands_still_or_steps_back_is_found_and_a_killed_one_may() -> None:
-    late, killed = History(CAROL, 2, steady=(25.0, 60.0)), History(CAROL, 2)
-    found = check([*training(), killed, late])
-    assert found == [Violation("progress", CAROL, -1, "no new step for 35 s from 25 s on")]
-    late.states.append(replace(training()[0].states[3], at=40.0))
-    assert check([*training(), late]) == []
-    alice, bob = training()
-    alice.steady = (0.0, 65.0)
-    alice.states += [replace(alice.states[2], at=at) for at in (40.0, 50.0, 60.0)]
-    assert [one.rule for one in check([alice, bob])] == ["progress"]
-
-
-# -- storms
 
 STORM = Storm(
     seed=1,
@@ -207,6 +130,15 @@ def a_lineage_without_the_mean(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Mean, "lineage_after", wrong)
 
 
+def a_lineage_of_each_peers_own(patch: pytest.MonkeyPatch) -> None:
+    lines = count()
+
+    def wrong(mean: Mean, lineage: bytes) -> bytes:
+        return blake3(lineage + bytes([next(lines) % 251])).digest(LINEAGE_BYTES)
+
+    patch.setattr(Mean, "lineage_after", wrong)
+
+
 def a_peer_that_never_catches_up(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(LinkRounds, "behind", property(lambda rounds: False))
 
@@ -216,6 +148,7 @@ BUGS = [
     ("once", samples_that_stay_after_a_round),
     ("state", a_state_that_is_not_loaded_as_it_was),
     ("state", a_lineage_without_the_mean),
+    ("fork", a_lineage_of_each_peers_own),
     ("progress", a_peer_that_never_catches_up),
 ]
 
