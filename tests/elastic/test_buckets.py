@@ -8,6 +8,7 @@ from torch import nn
 from colab_swarm.elastic.optimizer import FEWEST, Buckets
 from colab_swarm.errors import NoGradientError
 from colab_swarm.tensors.codecs import BLOCK_VALUES, Floats
+from colab_swarm.training.flat import reals
 
 MOST = 2 * BLOCK_VALUES
 
@@ -26,16 +27,16 @@ def deep() -> nn.Sequential:
     return nn.Sequential(*(nn.Linear(64, 64) for _ in range(2 * FEWEST)))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.complex64])
 def test_buckets_fill_up_last_layer_first_during_backward_and_hold_all_gradients(dtype: torch.dtype) -> None:
     model = deep().to(dtype)
     full = Full(model)
     first_layers: list[int] = []
     model[0].weight.register_post_accumulate_grad_hook(lambda _: first_layers.append(len(full.full_ones)))
-    model(torch.randn(4, 64, dtype=dtype)).square().sum().backward()
+    model(torch.randn(4, 64, dtype=dtype)).abs().square().sum().backward()
     assert [bucket for bucket, _ in full.full_ones] == list(range(len(full.buckets.sizes)))
     assert first_layers[0] >= len(full.full_ones) - 1 >= FEWEST
-    expected = torch.cat([one.grad.flatten().float() for one in reversed(full.parameters)]).numpy()
+    expected = torch.cat([reals(one.grad).flatten().float() for one in reversed(full.parameters)]).numpy()
     np.testing.assert_array_equal(np.concatenate([values for _, values in full.full_ones]), expected)
     before = [one.grad.clone() for one in full.parameters]
     full.buckets.to_gradients([values for _, values in full.full_ones])

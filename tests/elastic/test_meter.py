@@ -90,16 +90,6 @@ def test_a_distance_above_its_bound_is_noticed(bound: float | None, passed: bool
     assert ElasticStep(0, 0.0, 0.0, inconsistency=1.5, bound=bound, lost=()).passed == passed
 
 
-def test_a_crash_during_a_broadcast_keeps_crash_tolerant_peers_within_the_bound() -> None:
-    """Carol's last gradient reaches bob and not alice: from then on alice lacks it, f M / p at most."""
-    crashes = {2: Crash(step=20, reached=frozenset({1}))}
-    run = emulate(lambda: CrashTolerant(1, 0.3), 50, crashes=crashes, delay=lambda *_: 0.0)
-    assert run.fired == [2]
-    bound = CrashTolerant(1, 0.3).bound(run.moments.facts())
-    assert bound is not None and run.distances[1, 50] < 1e-4 < run.distances[0, 50] <= bound
-    assert max(run.ratios) <= 1
-
-
 GRADIENT = np.random.default_rng(0).standard_normal(64).astype(np.float32) * 50
 MEAN = float(np.linalg.norm(GRADIENT))
 
@@ -152,9 +142,12 @@ def test_a_crash_during_a_broadcast_stays_under_the_bound_in_sigma(reached: tupl
     without = worst_case(CrashTolerant(1, 0.3), alike, crashes=crashes)
     assert run.fired == without.fired == [3]
     bound = scheduler.bound(run.moments.facts())
-    assert bound is not None
+    plain = CrashTolerant(1, 0.3).bound(without.moments.facts())
+    assert bound is not None and plain is not None
     for peer in {0, 1, 2} - set(reached):
-        assert 1 < run.distances[peer, 60] < bound < 10 < 90 < without.distances[peer, 60]
+        assert 1 < run.distances[peer, 60] < bound < 10 < 90 < without.distances[peer, 60] <= plain
+    for peer in reached:
+        assert run.distances[peer, 60] < 0.01
 
 
 @pytest.mark.parametrize("timeout_s", [0.0, 0.1])
@@ -206,13 +199,6 @@ def test_the_measured_distance_stays_under_the_target_and_close_to_it(target: fl
         windows = [rms(exact[begin : begin + 40]) for begin in range(0, len(exact) - 40, 10)]
         assert max(windows) < 1.1 * target
         assert 0 < np.mean(member.betas[SETTLED:]) < 1
-
-
-def test_it_does_not_stick_at_beta_1_when_there_is_room() -> None:
-    run, synchronous = emulate(lambda: AdaptiveBeta(2.0), 60), emulate(lambda: NormBounded(1.0), 60)
-    for member, slow in zip(run.members, synchronous.members, strict=True):
-        assert member.betas[0] == 1.0 and member.betas[-1] == 0.0
-        assert member.waited_s < 0.8 * slow.waited_s
 
 
 def test_one_large_distance_is_compensated_by_many_waiting_steps() -> None:

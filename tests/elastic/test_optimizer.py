@@ -206,63 +206,6 @@ def test_unsupported_calls_name_the_alternative() -> None:
     assert texts == {"ElasticOptimizer(SGD, Synchronous(), step=0, 2 members, 0 lost)"}
 
 
-class Mixed(torch.nn.Module):
-    """A complex layer between real ones; one more that the loss does not use."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        generator = torch.Generator().manual_seed(5)
-        self.turn = torch.nn.Parameter(torch.randn(8, 16, dtype=torch.complex64, generator=generator))
-        self.bias = torch.nn.Parameter(torch.randn(16, generator=generator))
-        self.spare = torch.nn.Parameter(torch.ones(3))
-
-    def forward(self, x_BI: torch.Tensor) -> torch.Tensor:
-        z_BO = x_BI.to(torch.complex64) @ self.turn
-        return (z_BO.imag + z_BO.real.square() + self.bias)[:, :2]
-
-
-@pytest.mark.parametrize("compression", ["float32", "int8"])
-def test_complex_parameters_train_as_in_one_process(compression: str) -> None:
-    def made() -> tuple[Mixed, torch.optim.Optimizer]:
-        net = Mixed()
-        net.spare.requires_grad_(False)
-        return net, torch.optim.Adam([net.turn, net.bias], lr=0.01, weight_decay=0.1)
-
-    def run(swarm: Swarm) -> Mixed:
-        net, adam = made()
-        optimizer = swarm.elastic_optimizer(adam, peers=2, compression=compression)
-        for step in range(5):
-            take(optimizer, net, step)
-        optimizer.close()
-        return net
-
-    expected, adam = made()
-    for step in range(5):
-        adam.zero_grad()
-        loss_of(expected, step).backward()
-        adam.step()
-    with simulation() as sim:
-        alice, bob = sim.run(run).values()
-    assert torch.equal(alice.turn, bob.turn) and torch.equal(alice.bias, bob.bias)
-    error = 1e-5 if compression == "float32" else 0.05
-    torch.testing.assert_close(alice.turn, expected.turn, rtol=0, atol=error)
-
-
-def test_a_parameter_that_the_loss_does_not_use_is_refused_before_it_moves() -> None:
-    def run(swarm: Swarm) -> torch.Tensor:
-        net = Mixed()
-        adam = torch.optim.AdamW(net.parameters(), lr=0.01, weight_decay=0.1)
-        optimizer = swarm.elastic_optimizer(adam, peers=2)
-        with pytest.raises(NoGradientError, match=r"1 of 3 parameters got no gradient, such as .*3.*freeze"):
-            take(optimizer, net, 0)
-        optimizer.close()
-        return net.spare.detach()
-
-    with simulation() as sim:
-        results = sim.run(run)
-    assert all(torch.equal(spare, torch.ones(3)) for spare in results.values())
-
-
 @pytest.mark.parametrize(
     "make",
     [
@@ -282,18 +225,25 @@ def test_another_kind_of_scheduler_is_refused_at_once(make: Any) -> None:
 
 
 @pytest.mark.parametrize("of_inner", [True, False])
-def test_a_scheduler_of_learning_rates_is_stepped_by_each_member_itself(of_inner: bool) -> None:
+def test_hooks_clip_what_is_sent_and_each_member_steps_a_scheduler_of_learning_rates(of_inner: bool) -> None:
+    def made() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+        net = model()
+        for parameter in net.parameters():
+            parameter.register_hook(lambda gradient: gradient.clamp(-0.1, 0.1))  # type: ignore[no-untyped-call]
+        return net, torch.optim.SGD(net.parameters(), lr=0.1)
+
     def run(swarm: Swarm) -> torch.Tensor:
-        inner = torch.optim.SGD((net := model()).parameters(), lr=0.1)
+        net, inner = made()
         optimizer = swarm.elastic_optimizer(inner, peers=2)
         rates = torch.optim.lr_scheduler.StepLR(inner if of_inner else optimizer, 1, gamma=0.5)
         for step in range(4):
-            take(optimizer, net, step)
+            loss_of(net, step).backward()
+            optimizer.step()
             rates.step()
         optimizer.close()
         return parameters_of(net)
 
-    plain = torch.optim.SGD((net := model()).parameters(), lr=0.1)
+    net, plain = made()
     for step in range(4):
         plain.zero_grad()
         loss_of(net, step).backward()
@@ -302,6 +252,27 @@ def test_a_scheduler_of_learning_rates_is_stepped_by_each_member_itself(of_inner
     with simulation() as sim:
         for parameters in sim.run(run).values():
             torch.testing.assert_close(parameters, parameters_of(net), rtol=0, atol=1e-5)
+
+
+def test_parameters_that_the_loss_does_not_use_or_that_were_frozen_are_named_and_do_not_move() -> None:
+    def run(swarm: Swarm) -> None:
+        net = model()
+        spare = torch.nn.Parameter(torch.ones(3))
+        adam = torch.optim.AdamW([*net.parameters(), spare], lr=0.01, weight_decay=0.1)
+        optimizer = swarm.elastic_optimizer(adam, peers=2)
+        with pytest.raises(NoGradientError, match=r"1 of 5 parameters got no gradient, such as .*3.*freeze"):
+            take(optimizer, net, 0)
+        optimizer.close()
+        assert torch.equal(spare, torch.ones(3))
+        optimizer = join_group(swarm, net := model(), 2)
+        loss = loss_of(net, 0)
+        next(net.parameters()).requires_grad_(False)
+        with pytest.raises(RuntimeError, match=r"was frozen between .* before swarm.elastic_optimizer"):
+            loss.backward()
+        optimizer.close()
+
+    with simulation() as sim:
+        sim.run(run)
 
 
 def clip(net: torch.nn.Module, *_: Any) -> None:
@@ -360,77 +331,33 @@ def test_a_grad_scaler_is_refused_and_one_that_is_off_is_not(scale: float, unsca
         sim.run(run)
 
 
-def test_gradients_that_hooks_clip_are_sent_clipped() -> None:
-    def hooked(net: torch.nn.Module) -> torch.nn.Module:
-        for parameter in net.parameters():
-            parameter.register_hook(lambda gradient: gradient.clamp(-0.1, 0.1))  # type: ignore[no-untyped-call]
-        return net
-
-    def run(swarm: Swarm) -> torch.Tensor:
-        optimizer = join_group(swarm, net := hooked(model()), 2)
-        for step in range(3):
-            loss_of(net, step).backward()
-            optimizer.step()
-        optimizer.close()
-        return parameters_of(net)
-
-    net = hooked(model())
-    plain = torch.optim.SGD(net.parameters(), lr=LR, momentum=0.9)
-    for step in range(3):
-        plain.zero_grad()
-        loss_of(net, step).backward()
-        plain.step()
-    with simulation() as sim:
-        for parameters in sim.run(run).values():
-            torch.testing.assert_close(parameters, parameters_of(net), rtol=0, atol=1e-5)
-
-
-def test_a_parameter_that_is_frozen_before_backward_is_named() -> None:
-    def run(swarm: Swarm) -> None:
-        optimizer = join_group(swarm, net := model(), 2)
-        loss = loss_of(net, 0)
-        first = next(net.parameters())
-        first.requires_grad_(False)
-        with pytest.raises(RuntimeError, match=r"was frozen between .* before swarm.elastic_optimizer"):
-            loss.backward()
-        optimizer.close()
-
-    with simulation() as sim:
-        sim.run(run)
-
-
-def change_the_rate(optimizer: ElasticOptimizer, _: Any) -> None:
-    optimizer.param_groups[0]["lr"] /= 2
-
-
-def step_a_scheduler(_: Any, scheduler: torch.optim.lr_scheduler.LRScheduler) -> None:
-    scheduler.step()
-
-
-@pytest.mark.parametrize("change", [change_the_rate, step_a_scheduler])
+@pytest.mark.parametrize("by_scheduler", [True, False])
 @pytest.mark.parametrize("of_first", [False, True])
 def test_a_member_whose_learning_rates_leave_the_first_ones_is_told_at_that_step(
-    change: Any, of_first: bool
+    by_scheduler: bool, of_first: bool
 ) -> None:
     def run(swarm: Swarm) -> str:
         inner = torch.optim.SGD((net := model()).parameters(), lr=0.1)
         optimizer = swarm.elastic_optimizer(inner, peers=2)
         scheduler = torch.optim.lr_scheduler.ExponentialLR(inner, 0.5)
+        said = f"member {optimizer.member}"
         try:
             for step in range(5):
                 take(optimizer, net, step)
-                if step == 2 and (optimizer.member == 0) == of_first:
-                    change(optimizer, scheduler)
+                changes = step == 2 and (optimizer.member == 0) == of_first
+                if changes and by_scheduler:
+                    scheduler.step()
+                elif changes:
+                    optimizer.param_groups[0]["lr"] /= 2
         except MismatchError as error:
-            optimizer.close()
-            return str(error)
+            said = str(error)
         optimizer.close()
-        return f"member {optimizer.member}"
+        return said
 
     with simulation() as sim:
-        said = sorted(sim.run(run).values())
+        told, first = sorted(sim.run(run).values())
     mine, theirs = ("0.1", "0.05") if of_first else ("0.05", "0.1")
-    assert said[1] == "member 0"
-    assert said[0].startswith(
+    assert first == "member 0"
+    assert told.startswith(
         f"at step 3 the group's first member has the learning rate {theirs}, this one {mine}"
     )

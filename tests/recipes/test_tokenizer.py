@@ -8,7 +8,6 @@ from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast as Words
 
 from colab_swarm.recipes.text import load_tokenizer, train_tokenizer
-from tests.recipes.test_text import read
 
 BENGALI = [
     "আজ সকালে আমি নদীর ধারে হাঁটতে গিয়েছিলাম। আকাশে মেঘ ছিল, বাতাসও ছিল ঠান্ডা।",
@@ -20,7 +19,7 @@ PROGRAM = """
 import hashlib
 from colab_swarm.recipes.text import train_tokenizer
 from tests.recipes.test_text import read
-tokenizer = train_tokenizer(read("python-docs"), vocabulary=2000)
+tokenizer = train_tokenizer(reversed(read("python-docs")), vocabulary=2000)
 print(hashlib.sha256(tokenizer.backend_tokenizer.to_str().encode()).hexdigest())
 """
 
@@ -28,8 +27,6 @@ print(hashlib.sha256(tokenizer.backend_tokenizer.to_str().encode()).hexdigest())
 @pytest.mark.slow
 def test_every_process_trains_the_same_tokenizer_whatever_its_order_of_text(tokenizer: Words) -> None:
     digest = hashlib.sha256(tokenizer.backend_tokenizer.to_str().encode()).hexdigest()
-    again = train_tokenizer(reversed(read("python-docs")), vocabulary=2000)
-    assert hashlib.sha256(again.backend_tokenizer.to_str().encode()).hexdigest() == digest
     found = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True)
     assert found.stdout.strip() == digest
 
