@@ -202,28 +202,6 @@ def use_accelerate(swarm: Swarm, folder: Path, name: str) -> tuple[nn.Module, Re
     raise AssertionError
 
 
-def use_scaler(swarm: Swarm, folder: Path, name: str) -> tuple[nn.Module, Record]:
-    """A plain loop; now and then a gradient overflows, and counts nothing."""
-    net = perceptron()
-    optimizer = joined(swarm, net, name)
-    record, scaler = Record(optimizer), torch.amp.GradScaler("cpu", init_scale=2.0**10)
-    meet(optimizer)
-    for number, batch in enumerate(points(swarm.name)):
-        optimizer.zero_grad()
-        scaler.scale(loss_of(net, batch)).backward()
-        overflows = number in (2, 7, 8)
-        if overflows:
-            net[0].bias.grad.fill_(torch.inf)
-        scale = scaler.get_scale()
-        scaler.step(optimizer)
-        scaler.update()
-        assert (scaler.get_scale() < scale) == overflows
-        record.after_step(*([] if overflows else [batch]))  # a round may be due all the same
-        if optimizer.global_step == STEPS:
-            return net, record
-    raise AssertionError
-
-
 def use_lightning(
     swarm: Swarm, folder: Path, name: str, *, automatic: bool = True
 ) -> tuple[nn.Module, Record]:
@@ -275,7 +253,6 @@ SCENARIOS: dict[str, Callable[[Swarm, Path, str], tuple[nn.Module, Record]]] = {
     "trainer": use_trainer,
     "trl": use_trl,
     "accelerate": use_accelerate,
-    "scaler": use_scaler,
     "lightning": use_lightning,
     "lightning-by-hand": use_lightning_by_hand,
 }

@@ -46,22 +46,6 @@ def test_a_step_that_its_scaler_skips_counts_nothing() -> None:
     assert skipped == [False, True, False, False] and steps == [0, 0, 1, 1] and scales == [8.0, 4.0, 4.0, 4.0]
 
 
-def test_accumulated_micro_batches_are_one_step() -> None:
-    def train(swarm: Swarm) -> tuple[int, float]:
-        accelerator, net = Accelerator(cpu=True, gradient_accumulation_steps=2), perceptron()
-        inner = torch.optim.SGD(net.parameters(), lr=0.1)
-        optimizer = swarm.optimizer(inner, target_batch_size=100, batch_size=6, model=net)
-        model, wrapped = accelerator.prepare(net, optimizer)
-        for _, batch in zip(range(4), points("alice"), strict=False):
-            with accelerator.accumulate(model):
-                accelerator.backward(loss_of(model, batch))
-                wrapped.step()
-                wrapped.zero_grad()
-        return optimizer.global_step, optimizer.rounds.share.counted
-
-    assert alone(train) == (0, 12.0)
-
-
 @pytest.mark.parametrize("seedable", [False, True])
 def test_prepared_loaders_are_read_by_each_peer_in_an_order_of_its_own(
     seedable: bool, tmp_path: Path

@@ -7,6 +7,7 @@ import lightning
 import pytest
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import CosineAnnealingLR, ReduceLROnPlateau
 
 import colab_swarm as cs
 from colab_swarm.events import Notice, StepFinished
@@ -38,18 +39,21 @@ class Model(lightning.LightningModule):
         return self.optimizer
 
 
-def fit(swarm: Swarm, model: Model, steps: int = 3, rows: int = 10, **options: Any) -> lightning.Trainer:
-    data = torch.utils.data.TensorDataset(torch.ones(rows, 4))
+def rows_of_ones(count: int = 10) -> torch.utils.data.DataLoader[Any]:
+    return torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.ones(count, 4)), batch_size=4)
+
+
+def fit(model: Model, steps: int = 3, loader: Any = None, **options: Any) -> lightning.Trainer:
     settings = {"accelerator": "cpu", "max_epochs": -1, "callbacks": [SwarmSteps(steps)], **QUIET, **options}
     trainer = lightning.Trainer(**settings)
-    trainer.fit(model, torch.utils.data.DataLoader(data, batch_size=4))
+    trainer.fit(model, rows_of_ones() if loader is None else loader)
     return trainer
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 def test_it_counts_what_was_accumulated_and_ends_at_the_swarms_step(precision: str) -> None:
     def train(swarm: Swarm) -> tuple[list[float], dict[str, Any]]:
-        trainer = fit(swarm, Model(swarm), accumulate_grad_batches=2, precision=precision)
+        trainer = fit(Model(swarm), accumulate_grad_batches=2, precision=precision)
         return [step.samples for step in swarm.events.recent(StepFinished)], trainer.callback_metrics
 
     samples, metrics = alone(train)
@@ -57,56 +61,25 @@ def test_it_counts_what_was_accumulated_and_ends_at_the_swarms_step(precision: s
     assert metrics["swarm_step"] == 3.0 and metrics["swarm_peers"] == 1.0
 
 
-@pytest.mark.parametrize(
-    ("options", "told"),
-    [({"gradient_clip_val": 1.0}, "max_grad_norm"), ({"max_steps": 2}, "counts steps of this peer alone")],
-)
-def test_settings_that_contradict_the_swarms_are_refused(options: dict[str, Any], told: str) -> None:
-    def train(swarm: Swarm) -> None:
-        with pytest.raises(ValueError, match=told):
-            fit(swarm, Model(swarm), **options)
-
-    alone(train)
-
-
-def test_a_model_without_an_optimizer_of_the_swarm_is_refused() -> None:
-    def train(swarm: Swarm) -> None:
-        with pytest.raises(ValueError, match=r"return what swarm.optimizer\(…\) returns"):
-            fit(swarm, Model(None))
-
-    alone(train)
-
-
 class Detector(Model):
     def training_step(self, batch: list[torch.Tensor]) -> torch.Tensor:
         return self.net(torch.stack(batch).flatten(1)[:, :4]).square().mean()
 
 
-def images_of(rows: int, *, streamed: bool) -> torch.utils.data.DataLoader[Any]:
-    class Images(torch.utils.data.IterableDataset[Any]):
+def test_lists_of_images_are_counted_by_their_loader_or_ask_for_their_samples() -> None:
+    class Stream(torch.utils.data.IterableDataset[Any]):
         def __iter__(self) -> Any:
-            return iter([torch.ones(3, 2, 2)] * rows)
+            return iter(images[:2])
 
-    data: Any = Images() if streamed else [torch.ones(3, 2, 2)] * rows
-    return torch.utils.data.DataLoader(data, batch_size=4, collate_fn=list)
-
-
-def test_lists_of_images_are_counted_by_their_loader() -> None:
     def train(swarm: Swarm) -> list[float]:
-        trainer = lightning.Trainer(accelerator="cpu", max_epochs=-1, callbacks=[SwarmSteps(2)], **QUIET)
-        trainer.fit(Detector(swarm), images_of(10, streamed=False))
+        model = Detector(swarm)
+        fit(model, 2, torch.utils.data.DataLoader(images, batch_size=4, collate_fn=list))
+        with pytest.raises(ValueError, match=r"once and for all as batch_size=… to swarm.optimizer"):
+            fit(model, 4, torch.utils.data.DataLoader(Stream(), batch_size=4, collate_fn=list))
         return [step.samples for step in swarm.events.recent(StepFinished)]
 
+    images: Any = [torch.ones(3, 2, 2)] * 10
     assert alone(train) == [4 + 4 + 2 + 4, 4 + 2 + 4 + 4]
-
-
-def test_a_batch_that_nobody_can_count_asks_for_its_samples() -> None:
-    def train(swarm: Swarm) -> None:
-        trainer = lightning.Trainer(accelerator="cpu", max_epochs=-1, callbacks=[SwarmSteps(2)], **QUIET)
-        with pytest.raises(ValueError, match=r"once and for all as batch_size=… to swarm.optimizer"):
-            trainer.fit(Detector(swarm), images_of(2, streamed=True))
-
-    alone(train)
 
 
 class Scheduled(Model):
@@ -120,26 +93,34 @@ class Scheduled(Model):
         return {"optimizer": self.optimizer, "lr_scheduler": scheduler}
 
 
-@pytest.mark.parametrize("interval", ["step", "epoch"])
+CLASH = r"scheduler=… to swarm.optimizer"
+
+
 @pytest.mark.parametrize(
-    "make",
+    ("make", "options", "told"),
     [
-        lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=40),
-        lambda optimizer: torch.optim.lr_scheduler.OneCycleLR(optimizer, 1.0, total_steps=9),
-        torch.optim.lr_scheduler.ReduceLROnPlateau,
+        (Model, {"gradient_clip_val": 1.0}, "max_grad_norm"),
+        (Model, {"max_steps": 2}, "counts steps of this peer alone"),
+        (lambda _: Model(None), {}, r"return what swarm.optimizer\(…\) returns"),
+        (lambda swarm: Scheduled(swarm, lambda one: CosineAnnealingLR(one, T_max=40)), {}, CLASH),
+        (lambda swarm: Scheduled(swarm, lambda one: CosineAnnealingLR(one, T_max=40), "epoch"), {}, CLASH),
+        (lambda swarm: Scheduled(swarm, ReduceLROnPlateau), {}, CLASH),
+        (lambda swarm: Scheduled(swarm, ReduceLROnPlateau, "epoch"), {}, CLASH),
     ],
 )
-def test_a_scheduler_of_the_module_is_refused(make: Callable[[Any], Any], interval: str) -> None:
+def test_what_contradicts_the_swarm_is_refused(
+    make: Callable[[Swarm], Model], options: dict[str, Any], told: str
+) -> None:
     def train(swarm: Swarm) -> None:
-        with pytest.raises(ValueError, match=r"scheduler=… to swarm.optimizer"):
-            fit(swarm, Scheduled(swarm, make, interval))
+        with pytest.raises(ValueError, match=told):
+            fit(make(swarm), **options)
 
     alone(train)
 
 
 def test_the_twin_of_the_swarms_scheduler_may_be_stepped() -> None:
     def train(swarm: Swarm) -> int:
-        fit(swarm, model := Scheduled(swarm, lambda optimizer: optimizer.scheduler))
+        fit(model := Scheduled(swarm, lambda optimizer: optimizer.scheduler))
         return model.optimizer.global_step
 
     assert alone(train) == 3
@@ -152,7 +133,7 @@ def test_it_ends_with_the_session() -> None:
                 module.optimizer.end("the session ends", hand_over_s=0.0)
 
     def train(swarm: Swarm) -> int:
-        fit(swarm, model := Model(swarm), steps=10**9, callbacks=[End(), SwarmSteps(10**9)])
+        fit(model := Model(swarm), steps=10**9, callbacks=[End(), SwarmSteps(10**9)])
         return model.optimizer.global_step
 
     assert alone(train) == 2
@@ -161,56 +142,24 @@ def test_it_ends_with_the_session() -> None:
 def test_a_fit_that_is_over_says_so_and_one_without_its_optimizer_raises(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
+    class Fault(lightning.Callback):
+        def on_train_batch_start(self, *_: Any) -> None:
+            raise RuntimeError("a fault of the user")
+
     def train(swarm: Swarm) -> None:
-        fit(swarm, model := Model(swarm))
+        fit(model := Model(swarm))
         assert "raise max_steps" not in capsys.readouterr().out
-        fit(swarm, model)
+        fit(model)
         assert "step 3 of 3 is done: raise max_steps" in capsys.readouterr().out
+        with pytest.raises(RuntimeError, match="a fault of the user"):
+            fit(model, steps=9, callbacks=[Fault(), SwarmSteps(9)])
         model.optimizer.close()
         with pytest.raises(RuntimeError, match="has left its swarm"):
             model.optimizer.step(samples=4)
         with pytest.raises(RuntimeError, match="has left its swarm"):
-            fit(swarm, model, steps=9)
+            fit(model, steps=9)
 
     alone(train)
-
-
-class Interrupted(Model):
-    """Its third batch fails."""
-
-    def training_step(self, batch: tuple[torch.Tensor], batch_idx: int) -> torch.Tensor:  # type: ignore[override]
-        assert batch_idx < 2, "a fault of the user"
-        return super().training_step(batch)
-
-
-def test_a_fit_that_failed_leaves_an_optimizer_that_raises_once_it_is_closed() -> None:
-    def train(swarm: Swarm) -> None:
-        model = Interrupted(swarm)
-        with pytest.raises(AssertionError, match="a fault of the user"):
-            fit(swarm, model)
-        model.optimizer.close()
-        with pytest.raises(RuntimeError, match="has left its swarm"):
-            model.optimizer.step(samples=4)
-
-    alone(train)
-
-
-class Descending(Model):
-    """Each batch has another loss."""
-
-    def training_step(self, batch: tuple[torch.Tensor], batch_idx: int) -> torch.Tensor:  # type: ignore[override]
-        return super().training_step(batch) * 0 + 6.0 - batch_idx
-
-
-@pytest.mark.parametrize("accumulated", [1, 2])
-def test_the_loss_of_accumulated_batches_is_their_mean(accumulated: int) -> None:
-    def train(swarm: Swarm) -> list[float | None]:
-        fit(swarm, Descending(swarm), rows=24, steps=2, accumulate_grad_batches=accumulated)
-        return [event.loss for event in swarm.events.recent(StepFinished)]
-
-    # Three batches of 4 fill a step; of pairs, two.
-    expected = {1: (6.0 + 5.0 + 4.0) / 3, 2: (6.0 + 5.0 + 4.0 + 3.0) / 4}
-    assert alone(train)[0] == pytest.approx(expected[accumulated])
 
 
 class Regression(Model):
@@ -239,14 +188,6 @@ def rows_of(count: int) -> torch.Tensor:
     return torch.randn(count, 8, generator=torch.Generator().manual_seed(3))
 
 
-def fitted(model: Regression, loader: Any, steps: int, **options: Any) -> torch.Tensor:
-    trainer = lightning.Trainer(
-        accelerator="cpu", max_epochs=-1, callbacks=[SwarmSteps(steps)], **{**QUIET, **options}
-    )
-    trainer.fit(model, loader)
-    return model.net.weight.detach().clone()
-
-
 @pytest.mark.parametrize(
     ("rows", "batch_size", "accumulated"),
     [(40, 8, 1), (40, 8, 4), (20, 8, 2), (21, 4, 3)],
@@ -260,8 +201,8 @@ def test_a_step_is_the_mean_over_its_rows_however_they_were_accumulated(
     def train(swarm: Swarm) -> tuple[torch.Tensor, float | None]:
         model = Regression(swarm, rows)
         data = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x_BI), batch_size)
-        weight = fitted(model, data, 1, accumulate_grad_batches=accumulated)
-        return weight, swarm.events.recent(StepFinished)[-1].loss
+        fit(model, 1, data, accumulate_grad_batches=accumulated)
+        return model.net.weight.detach().clone(), swarm.events.recent(StepFinished)[-1].loss
 
     def alone_with_all(swarm: Swarm) -> torch.Tensor:
         model = Regression(swarm, rows)
@@ -271,14 +212,14 @@ def test_a_step_is_the_mean_over_its_rows_however_they_were_accumulated(
     weight, loss = alone(train)
     torch.testing.assert_close(weight, alone(alone_with_all), rtol=0, atol=1e-5)
     torch.manual_seed(0)
-    assert loss == pytest.approx(float(nn.Linear(8, 2)(x_BI).square().mean()), rel=1e-5)
+    assert loss == pytest.approx(nn.Linear(8, 2)(x_BI).square().mean().item(), rel=1e-5)
 
 
 def test_manual_optimisation_counts_the_batches_since_the_last_step() -> None:
     def train(swarm: Swarm) -> list[float]:
         model = Regression(swarm, 16, automatic=False)
         data = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(rows_of(16)), 4)
-        fitted(model, data, 2)
+        fit(model, 2, data)
         return [step.samples for step in swarm.events.recent(StepFinished)]
 
     assert alone(train) == [16, 16]
@@ -307,7 +248,7 @@ def test_peers_that_seed_alike_read_each_in_an_order_of_its_own(make: Callable[[
     def train(swarm: Swarm) -> list[list[int]]:
         lightning.seed_everything(42, verbose=False)
         model = Regression(swarm, 4)
-        fitted(model, make(), 5)
+        fit(model, 5, make())
         assert not swarm.events.recent(Notice)
         return model.seen[:5]
 
@@ -320,7 +261,7 @@ def test_peers_that_seed_alike_read_each_in_an_order_of_its_own(make: Callable[[
 
 def test_a_loader_without_an_order_is_told_of_once() -> None:
     def train(swarm: Swarm) -> list[str]:
-        fitted(Regression(swarm, 4), loaders(shuffle=False), 3)
+        fit(Regression(swarm, 4), 3, loaders(shuffle=False))
         return [notice.text for notice in swarm.events.recent(Notice)]
 
     (sentence,) = alone(train)

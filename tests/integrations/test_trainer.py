@@ -1,17 +1,26 @@
 """What a user of the Hugging Face Trainer expects of it, in a swarm."""
 
-import os
-import signal
 import subprocess
 import sys
-import threading
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from datasets import Dataset
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
 from torch.optim.lr_scheduler import ReduceLROnPlateau
-from transformers import DataCollatorWithFlattening, Trainer, TrainerCallback, TrainingArguments
+from transformers import (
+    DataCollatorWithFlattening,
+    PreTrainedTokenizerFast,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
 
 import colab_swarm as cs
 from colab_swarm.events import BatchDropped, Notice, StepFinished
@@ -99,103 +108,33 @@ def test_a_training_that_is_over_says_so_and_one_without_its_optimizer_raises(
     alone(train)
 
 
-def boxes_first(rows: list[Any]) -> dict[str, Any]:
-    """A batch as of object detection: first a list of what is in each image."""
-    return {"boxes": [{"boxes": torch.zeros(2, 4)} for _ in rows], **padded(rows)}
-
-
-def time_first(rows: list[Any]) -> dict[str, Any]:
-    return {"mask": torch.ones(35, 35), **padded(rows)}
-
-
 class Detector(Trainer):
     """A Trainer whose model takes its own part of a batch."""
 
     def compute_loss(self, model: Any, inputs: dict[str, Any], *arguments: Any, **named: Any) -> Any:
-        parts = {name: part for name, part in inputs.items() if name not in ("boxes", "mask")}
-        return super().compute_loss(model, parts, *arguments, **named)
-
-
-@pytest.mark.parametrize("collate", [boxes_first, time_first])
-def test_samples_are_counted_whatever_comes_first_in_a_batch(collate: Any, tmp_path: Path) -> None:
-    def train(swarm: Swarm) -> list[float]:
-        plain = trainer_of(tmp_path, remove_unused_columns=False)
-        trainer = Detector(plain.model, plain.args, train_dataset=texts("alice"), data_collator=collate)
-        attach(trainer, swarm, target_batch_size=TARGET, max_steps=2)
-        trainer.train()
-        return [step.samples for step in swarm.events.recent(StepFinished) if isinstance(step, StepFinished)]
-
-    assert alone(train) == [TARGET, TARGET]
+        return super().compute_loss(model, {**inputs, "mask": None}, *arguments, **named)
 
 
 def test_a_batch_that_nobody_can_count_asks_for_batch_size(tmp_path: Path) -> None:
     def unclear(rows: list[Any]) -> dict[str, Any]:
-        return {
-            "mask": torch.ones(35, 35),
-            **{name: part.repeat(2, 1)[:7] for name, part in padded(rows).items()},
-        }
+        parts = {name: part.repeat(2, 1)[:7] for name, part in padded(rows).items()}
+        return {"mask": torch.ones(35, 35), **parts}
+
+    def trainer() -> Trainer:
+        plain = trainer_of(tmp_path, remove_unused_columns=False)
+        return Detector(plain.model, plain.args, train_dataset=texts("alice"), data_collator=unclear)
 
     def train(swarm: Swarm) -> list[float]:
-        found = []
-        for options in ({}, {"batch_size": 3, "name": "counted"}):
-            plain = trainer_of(tmp_path / swarm.name, remove_unused_columns=False)
-            arguments = plain.args
-            arguments.per_device_train_batch_size = 4
-            trainer = Detector(plain.model, arguments, train_dataset=texts("alice"), data_collator=unclear)
-            attach(trainer, swarm, target_batch_size=TARGET, max_steps=1, **options)
-            if not options:
-                with pytest.raises(ValueError, match=r"pass batch_size=… to attach"):
-                    trainer.train()
-                swarm.optimizers["model"].close()
-                continue
-            trainer.train()
-            found = [step.samples for step in swarm.events.recent(StepFinished)]
-        return found
+        asking, told = trainer(), trainer()
+        attach(asking, swarm, target_batch_size=TARGET, max_steps=1)
+        with pytest.raises(ValueError, match=r"pass batch_size=… to attach"):
+            asking.train()
+        swarm.optimizers["model"].close()
+        attach(told, swarm, target_batch_size=TARGET, max_steps=1, batch_size=3, name="counted")
+        told.train()
+        return samples_of_steps(swarm)
 
     assert alone(train) == [TARGET]
-
-
-def test_logged_losses_are_means_over_what_was_accumulated(tmp_path: Path) -> None:
-    def train(swarm: Swarm) -> tuple[list[float], list[float]]:
-        trainer, seen = trainer_of(tmp_path), []
-        optimizer = attach(trainer, swarm, target_batch_size=TARGET, max_steps=3)
-        step, say, sums, said = optimizer.step, optimizer.next_batch, [], dict[str, Any]()
-
-        def heard(**named: Any) -> None:
-            said.update(named)
-            say(**named)
-
-        def spied(*given: Any, **named: Any) -> Any:
-            seen.append((float(said["loss"]), said["weight"]))
-            before = optimizer.global_step
-            result = step(*given, **named)
-            if optimizer.global_step > before:
-                sums.append(sum(a * b for a, b in seen) / sum(b for _, b in seen))
-                seen.clear()
-            return result
-
-        optimizer.step = spied  # type: ignore[method-assign]
-        optimizer.next_batch = heard  # type: ignore[method-assign]
-        trainer.train()
-        return [log["loss"] for log in trainer.state.log_history if "loss" in log], sums
-
-    logged, want = alone(train)
-    assert len(want) == 3 and logged == pytest.approx(want, rel=1e-5)
-
-
-def test_peers_draw_their_data_in_different_orders_and_leave_the_arguments_alone(tmp_path: Path) -> None:
-    arguments = []
-
-    def train(swarm: Swarm) -> list[int]:
-        trainer = trainer_of(tmp_path / swarm.name, max_grad_norm=0.5)
-        arguments.append(trainer.args)
-        attach(trainer, swarm, target_batch_size=TARGET, max_steps=2)
-        return [len(row) for batch in trainer.get_train_dataloader() for row in batch["input_ids"]]
-
-    with cs.simulate(2, seed=1) as simulation:
-        alices, bobs = simulation.run(train).values()
-    assert alices != bobs and len(alices) == len(bobs) == 200
-    assert all((one.max_steps, one.max_grad_norm) == (-1, 0.5) for one in arguments)
 
 
 def test_a_resumed_training_continues_at_its_step_with_its_parameters(tmp_path: Path) -> None:
@@ -283,6 +222,8 @@ def test_a_plateau_of_the_trainers_is_refused_and_one_of_the_swarms_goes_by_its_
         attach(trainer, swarm, target_batch_size=TARGET, max_steps=3, scheduler=plateau)
         trainer.train()
         losses = [event.loss for event in swarm.events.recent(StepFinished)]
+        logged = [log["loss"] for log in trainer.state.log_history if "loss" in log]
+        assert logged == pytest.approx(losses, rel=1e-4), "both are means over what was accumulated"
         return {**plateau.state_dict(), "losses": losses}
 
     state = alone(train)
@@ -344,64 +285,6 @@ def test_any_tracker_gets_the_swarms_metrics(tmp_path: Path) -> None:
     assert {"loss", "swarm_peers", "swarm_samples_per_s"} < {name for name, _, _ in writer.rows}
 
 
-CHILD = """
-import sys
-from pathlib import Path
-import colab_swarm as cs
-from tests.integrations.test_trainer import TARGET, attach, trainer_of
-folder, steps = Path(sys.argv[1]), int(sys.argv[3])
-options = cs.NetworkOptions(lan=False)
-swarm = cs.join(sys.argv[2], peer_name="bob", state_dir=folder / "bob", options=options)
-trainer = trainer_of(folder / "out")
-optimizer = attach(trainer, swarm, target_batch_size=TARGET, max_steps=steps)
-print("joined at", optimizer.global_step, flush=True)
-trainer.train()
-print("ended at", optimizer.global_step, flush=True)
-swarm.leave()
-"""
-
-
-@pytest.mark.slow
-def test_a_peer_that_is_killed_in_its_training_holds_up_nobody_and_its_restart_continues(
-    tmp_path: Path,
-) -> None:
-    def child(steps: int) -> subprocess.Popen[str]:
-        command = [sys.executable, "-c", CHILD, str(tmp_path), str(alice.invite()), str(steps)]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
-
-    killed = threading.Event()
-
-    class Kill(TrainerCallback):
-        """Kills bob once it has contributed; then the training needs some more steps."""
-
-        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            swarm_peers = optimizer.metrics()["swarm_peers"]
-            if state.global_step >= 3 and swarm_peers == 2 and not killed.is_set():
-                bob.send_signal(signal.SIGKILL)
-                killed.set()
-                flow.max_steps = state.max_steps = state.global_step + 5
-            ended = bob.poll() is not None and not killed.is_set()
-            if ended or (killed.is_set() and state.global_step >= state.max_steps):
-                control.should_training_stop = True
-
-    with cs.create("killed", peer_name="alice", options=cs.NetworkOptions(lan=False)) as alice:
-        trainer = trainer_of(tmp_path / "alice")
-        optimizer = attach(trainer, alice, target_batch_size=TARGET, max_steps=100_000)
-        flow = trainer.callback_handler.callbacks[0]
-        trainer.add_callback(Kill())
-        bob = child(100_000)
-        trainer.train()
-        bob.communicate(timeout=30)  # closes its output too
-        assert killed.is_set() and bob.returncode == -signal.SIGKILL
-        reached = optimizer.global_step
-        again = child(reached + 2)
-        output, _ = again.communicate(timeout=120)
-        assert (
-            again.returncode == 0 and f"joined at {reached}" in output and f"ended at {reached + 2}" in output
-        )
-
-
 def samples_of_steps(swarm: Swarm) -> list[float]:
     return [step.samples for step in swarm.events.recent(StepFinished)]
 
@@ -443,8 +326,10 @@ class Own(Trainer):
 @pytest.mark.parametrize("strategy", ["random", "group_by_length"])
 def test_each_way_to_sample_gives_each_peer_an_order_of_its_own(tmp_path: Path, strategy: str) -> None:
     def train(swarm: Swarm) -> list[int]:
-        trainer = trainer_of(tmp_path / swarm.name, train_sampling_strategy=strategy)
+        trainer = trainer_of(tmp_path / swarm.name, train_sampling_strategy=strategy, max_grad_norm=0.5)
+        arguments = trainer.args
         attach(trainer, swarm, target_batch_size=TARGET, max_steps=2)
+        assert (arguments.max_steps, arguments.max_grad_norm) == (-1, 0.5), "the user's arguments stay"
         # what a Trainer does as it begins
         torch.manual_seed(42)
         rows = [row for batch in trainer.get_train_dataloader() for row in batch["input_ids"]]
@@ -472,20 +357,44 @@ def test_an_order_that_peers_may_share_is_told_of(tmp_path: Path) -> None:
     assert len(both) == 2 and "the same random seed" in both[1] and "Lengths" in both[1]
 
 
-def tokenizer() -> Any:
-    from tokenizers import Tokenizer
-    from tokenizers.models import WordLevel
-    from tokenizers.pre_tokenizers import WhitespaceSplit
-    from transformers import PreTrainedTokenizerFast
+def grpo(trl: Any, tokenizer: Any, settings: dict[str, Any]) -> Any:
+    def reward(completions: list[str], **_: Any) -> list[float]:
+        return [float(len(text)) for text in completions]
 
+    rows = [{"prompt": f"w{index % 9 + 2} w3"} for index in range(64)]
+    arguments = trl.GRPOConfig(**settings, num_generations=2, max_completion_length=4)
+    data = Dataset.from_list(rows)
+    return trl.GRPOTrainer(language_model(), reward, arguments, data, processing_class=tokenizer)
+
+
+def dpo(trl: Any, tokenizer: Any, settings: dict[str, Any]) -> Any:
+    rows = [{"prompt": f"w{n % 9 + 2}", "chosen": " w3 w4", "rejected": " w5 w6 w7"} for n in range(64)]
+    models, data = (language_model(), language_model()), Dataset.from_list(rows)
+    arguments = trl.DPOConfig(**settings)
+    return trl.DPOTrainer(*models, args=arguments, train_dataset=data, processing_class=tokenizer)
+
+
+def sft(trl: Any, tokenizer: Any, settings: dict[str, Any], *, packed: bool = False) -> Any:
+    data = Dataset.from_list([{"input_ids": [2, 3, 4, 5][: 2 + index % 3]} for index in range(96)])
+    arguments = trl.SFTConfig(**settings, padding_free=True, packing=packed, max_length=6 if packed else None)
+    return trl.SFTTrainer(language_model(), args=arguments, train_dataset=data, processing_class=tokenizer)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("make", "accumulated"),
+    [(grpo, 1), (grpo, 2), (grpo, 4), (dpo, 1), (dpo, 2), (sft, 1), (partial(sft, packed=True), 1)],
+)
+def test_trainers_of_trl_count_completions_pairs_and_packed_examples(
+    make: Callable[..., Any], accumulated: int, tmp_path: Path
+) -> None:
+    """Two steps of 16 samples are eight micro-batches of four."""
+    trl = pytest.importorskip("trl", reason="the extra [dev] installs trl")
     words = Tokenizer(WordLevel({f"w{i}": i for i in range(64)}, unk_token="w0"))
     words.pre_tokenizer = WhitespaceSplit()
-    return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="w0", eos_token="w1")
-
-
-def settings_of(folder: Path, accumulated: int) -> dict[str, Any]:
-    return {
-        "output_dir": str(folder),
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="w0", eos_token="w1")
+    settings = {
+        "output_dir": str(tmp_path),
         "per_device_train_batch_size": 4,
         "gradient_accumulation_steps": accumulated,
         "use_cpu": True,
@@ -496,84 +405,17 @@ def settings_of(folder: Path, accumulated: int) -> dict[str, Any]:
         "gradient_checkpointing": False,
     }
 
-
-def trained_micro_batches(trainer: Any, swarm: Swarm) -> int:
-    """Train two steps of 16 samples; return the micro-batches that it took."""
-    computed = []
-    compute = trainer.training_step
-
-    def counted(*given: Any, **named: Any) -> Any:
-        computed.append(0)
-        return compute(*given, **named)
-
-    trainer.training_step = counted
-    attach(trainer, swarm, target_batch_size=16, max_steps=2)
-    trainer.train()
-    return len(computed)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("accumulated", [1, 2, 4])
-def test_grpo_counts_the_completions_of_each_micro_batch(tmp_path: Path, accumulated: int) -> None:
-    trl = pytest.importorskip("trl", reason="the extra [dev] installs trl")
-    datasets = pytest.importorskip("datasets", reason="the extra [train] installs datasets")
-    prompts = datasets.Dataset.from_dict({"prompt": [f"w{index % 9 + 2} w3" for index in range(64)]})
-
     def train(swarm: Swarm) -> int:
-        arguments = trl.GRPOConfig(
-            **settings_of(tmp_path, accumulated), num_generations=2, max_completion_length=4
-        )
-        trainer = trl.GRPOTrainer(
-            language_model(),
-            lambda completions, **_: [float(len(text)) for text in completions],
-            arguments,
-            prompts,
-            processing_class=tokenizer(),
-        )
-        return trained_micro_batches(trainer, swarm)
+        trainer, computed = make(trl, tokenizer, settings), []
+        compute = trainer.training_step
 
-    assert alone(train) == 8
+        def counted(*given: Any, **named: Any) -> Any:
+            computed.append(0)
+            return compute(*given, **named)
 
-
-@pytest.mark.slow
-@pytest.mark.parametrize("accumulated", [1, 2])
-def test_a_pair_of_texts_is_one_sample(tmp_path: Path, accumulated: int) -> None:
-    trl = pytest.importorskip("trl", reason="the extra [dev] installs trl")
-    datasets = pytest.importorskip("datasets", reason="the extra [train] installs datasets")
-    rows = [
-        {"prompt": f"w{index % 9 + 2}", "chosen": " w3 w4", "rejected": " w5 w6 w7"} for index in range(64)
-    ]
-
-    def train(swarm: Swarm) -> int:
-        arguments = trl.DPOConfig(**settings_of(tmp_path, accumulated))
-        trainer = trl.DPOTrainer(
-            language_model(),
-            language_model(),
-            args=arguments,
-            train_dataset=datasets.Dataset.from_list(rows),
-            processing_class=tokenizer(),
-        )
-        return trained_micro_batches(trainer, swarm)
-
-    assert alone(train) == 8
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("packed", [False, True])
-def test_fine_tuning_without_padding_counts_examples(tmp_path: Path, packed: bool) -> None:
-    trl = pytest.importorskip("trl", reason="the extra [dev] installs trl")
-    datasets = pytest.importorskip("datasets", reason="the extra [train] installs datasets")
-    rows = [{"input_ids": [2, 3, 4, 5][: 2 + index % 3]} for index in range(96)]
-
-    def train(swarm: Swarm) -> int:
-        options = {"padding_free": True, "packing": packed, "max_length": 6 if packed else None}
-        arguments = trl.SFTConfig(**settings_of(tmp_path, 1), **options)
-        trainer = trl.SFTTrainer(
-            language_model(),
-            args=arguments,
-            train_dataset=datasets.Dataset.from_list(rows),
-            processing_class=tokenizer(),
-        )
-        return trained_micro_batches(trainer, swarm)
+        trainer.training_step = counted
+        attach(trainer, swarm, target_batch_size=16, max_steps=2)
+        trainer.train()
+        return len(computed)
 
     assert alone(train) == 8
