@@ -12,7 +12,7 @@ from colab_swarm.elastic.optimizer import ElasticOptimizer
 from colab_swarm.elastic.schedulers import Scheduler
 from colab_swarm.elastic.steps import ElasticStep
 from colab_swarm.errors import MismatchError, NoGradientError, StateError
-from colab_swarm.events import BatchDropped
+from colab_swarm.events import BatchDropped, PeerLeft
 from colab_swarm.swarm.simulation import Simulation
 from colab_swarm.swarm.swarm import Swarm
 from tests.elastic.group import LR, join_group, reference, rows_of, take
@@ -361,3 +361,21 @@ def test_a_member_whose_learning_rates_leave_the_first_ones_is_told_at_that_step
     assert told.startswith(
         f"at step 3 the group's first member has the learning rate {theirs}, this one {mine}"
     )
+
+
+def test_the_others_continue_when_a_member_closes() -> None:
+    def leave_early(swarm: Swarm) -> list[tuple[int, ...]]:
+        optimizer = join_group(swarm, net := model(), 3)
+        steps_done = []
+        for step in range(3 if optimizer.member == 2 else 8):
+            steps_done.append(take(optimizer, net, step, 3).lost)
+        optimizer.close()
+        assert swarm.events.recent(PeerLeft) or optimizer.member == 2
+        return steps_done
+
+    with simulation(3) as sim:
+        results = sim.run(leave_early)
+    stayed = [steps_done for steps_done in results.values() if len(steps_done) == 8]
+    assert len(stayed) == 2
+    for steps_done in stayed:
+        assert steps_done[2] == () and steps_done[4] == (2,)

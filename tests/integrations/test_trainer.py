@@ -1,7 +1,10 @@
 """What a user of the Hugging Face Trainer expects of it, in a swarm."""
 
+import os
+import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -419,3 +422,61 @@ def test_trainers_of_trl_count_completions_pairs_and_packed_examples(
         return len(computed)
 
     assert alone(train) == 8
+
+
+CHILD = """
+import sys
+from pathlib import Path
+import colab_swarm as cs
+from tests.integrations.test_trainer import TARGET, attach, trainer_of
+folder, steps = Path(sys.argv[1]), int(sys.argv[3])
+options = cs.NetworkOptions(lan=False)
+swarm = cs.join(sys.argv[2], peer_name="bob", state_dir=folder / "bob", options=options)
+trainer = trainer_of(folder / "out")
+optimizer = attach(trainer, swarm, target_batch_size=TARGET, max_steps=steps)
+print("joined at", optimizer.global_step, flush=True)
+trainer.train()
+print("ended at", optimizer.global_step, flush=True)
+swarm.leave()
+"""
+
+
+@pytest.mark.ordeal
+def test_a_peer_that_is_killed_in_its_training_holds_up_nobody_and_its_restart_continues(
+    tmp_path: Path,
+) -> None:
+    def child(steps: int) -> subprocess.Popen[str]:
+        command = [sys.executable, "-c", CHILD, str(tmp_path), str(alice.invite()), str(steps)]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
+
+    killed = threading.Event()
+
+    class Kill(TrainerCallback):
+        """Kills bob once it has contributed; then the training needs some more steps."""
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            swarm_peers = optimizer.metrics()["swarm_peers"]
+            if state.global_step >= 3 and swarm_peers == 2 and not killed.is_set():
+                bob.send_signal(signal.SIGKILL)
+                killed.set()
+                flow.max_steps = state.max_steps = state.global_step + 5
+            ended = bob.poll() is not None and not killed.is_set()
+            if ended or (killed.is_set() and state.global_step >= state.max_steps):
+                control.should_training_stop = True
+
+    with cs.create("killed", peer_name="alice", options=cs.NetworkOptions(lan=False)) as alice:
+        trainer = trainer_of(tmp_path / "alice")
+        optimizer = attach(trainer, alice, target_batch_size=TARGET, max_steps=100_000)
+        flow = trainer.callback_handler.callbacks[0]
+        trainer.add_callback(Kill())
+        bob = child(100_000)
+        trainer.train()
+        bob.communicate(timeout=30)  # closes its output too
+        assert killed.is_set() and bob.returncode == -signal.SIGKILL
+        reached = optimizer.global_step
+        again = child(reached + 2)
+        output, _ = again.communicate(timeout=120)
+        assert (
+            again.returncode == 0 and f"joined at {reached}" in output and f"ended at {reached + 2}" in output
+        )

@@ -1,6 +1,7 @@
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -9,9 +10,11 @@ import torch
 from transformers import AlbertForPreTraining
 from transformers import PreTrainedTokenizerFast as Words
 
+import colab_swarm as cs
 from colab_swarm.recipes import masked_lm
 from colab_swarm.recipes.batches import StreamedBatches
 from colab_swarm.recipes.masked_lm import SIZES, AlbertSize, albert, fit_memory, parameter_count
+from colab_swarm.swarm.swarm import Swarm
 from colab_swarm.training.layerwise import Lamb
 
 
@@ -230,3 +233,33 @@ def test_what_is_chosen_fits_and_more_memory_never_gives_less_speed(size: str) -
         chosen.append((not checkpointing, batch_size))
         assert checkpointing or batch_size >= masked_lm.ENOUGH
     assert chosen == sorted(chosen)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_an_update_in_half_precision_is_nearly_that_of_float32(tokenizer: Words, dtype: torch.dtype) -> None:
+    """The loop of sahajBERT's notebook, on a CPU; two peers, whose updates come one step late."""
+
+    def train(swarm: Swarm, dtype: torch.dtype) -> torch.Tensor:
+        trained = model(tokenizer)
+        lamb, schedule = masked_lm.albert_optimizer(trained, "tiny")
+        optimizer = swarm.optimizer(lamb, scheduler=schedule, target_batch_size=8, overlap=True)
+        autocast = torch.autocast("cpu", dtype, enabled=dtype is not torch.float32)
+        scaler = torch.amp.GradScaler("cpu", enabled=dtype is torch.float16)
+        while optimizer.global_step < 2:
+            with autocast:
+                loss = trained(**batch()).loss
+            scaler.scale(loss).backward()
+            scaler.step(optimizer, samples=2, loss=loss.detach())
+            scaler.update()
+        optimizer.close()
+        return torch.nn.utils.parameters_to_vector(trained.parameters()).detach()
+
+    ends = []
+    for kind in (torch.float32, dtype):
+        with cs.simulate(peers=2) as sim:
+            ends.append(list(sim.run(partial(train, dtype=kind)).values()))
+    (single, _), (half, other) = ends
+    begun = torch.nn.utils.parameters_to_vector(model(tokenizer).parameters()).detach()
+    assert torch.equal(half, other)
+    assert (half - single).norm() < 0.1 * (single - begun).norm()
