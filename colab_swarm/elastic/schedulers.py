@@ -2,7 +2,7 @@
 
 At step t a peer has its own complete gradient, and the parts of the others' that have arrived. A
 scheduler decides whether that is enough. All of step t - ``max_delay`` must have arrived before
-step t ends. No scheduler waits for lost peers. `colab_swarm.elastic` has a table of all.
+step t ends. No scheduler waits for lost peers. README.md has a table of all.
 
 B (Table 1) bounds the distance of a peer's view from the global parameter: ``E ||x_t - v_t^i||^2
 <= alpha^2 B^2`` (Definition 1). x_t has every gradient generated before step t, v_t^i those that

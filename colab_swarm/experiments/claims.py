@@ -284,7 +284,9 @@ def _vc_asgd(figures: Figures) -> Findings:
         reason = f"these images are easier: e/(e+1) reaches {figures[f'{variable}.final']:.0f} %"
 
     def leads(kind: str, leading: Iterable[str], behind: Iterable[str]) -> Finding:
-        return _leads(figures, [f"{one}.{kind}" for one in leading], [f"{one}.{kind}" for one in behind])
+        return _leads(
+            figures, [f"{alpha}.{kind}" for alpha in leading], [f"{alpha}.{kind}" for alpha in behind]
+        )
 
     return {
         "early": leads("early", ["0.7"], ["0.95"]),
@@ -354,17 +356,15 @@ def _moe_convergence(figures: Figures) -> Findings:
         if f"{model}_low_mean_accuracy" in figures:
             low = Seeds.of(figures, f"{model}_low_mean_accuracy")
             lost[model] = low.minus(Seeds.of(figures, f"{model}_high_mean_accuracy"))
-    losses = ", ".join(f"{one.value:.0f}" for one in lost.values())
+    losses = [f"{points.value:.0f}" for points in lost.values()]
     ffn, *mixtures = lost.values()
     *smaller, largest = mixtures
     calm = Seeds.of(figures, "e64_low_mean_accuracy")
     failing = calm.minus(Seeds.of(figures, "e64_failures_mean_accuracy"))
     return {
-        "harder": min(lost.values()).is_above(0.0, losses),
-        "mixtures": ffn.minus(max(mixtures)).is_above(0.0, losses),
-        "largest": min(smaller)
-        .minus(largest)
-        .is_above(0.0, ", ".join(f"{one.value:.0f}" for one in mixtures)),
+        "harder": min(lost.values()).is_above(0.0, ", ".join(losses)),
+        "mixtures": ffn.minus(max(mixtures)).is_above(0.0, ", ".join(losses)),
+        "largest": min(smaller).minus(largest).is_above(0.0, ", ".join(losses[1:])),
         "failures": failing.is_below(5.0, f"{failing.value:.1f}"),
     }
 

@@ -1,7 +1,4 @@
-"""Decentralized mixture of experts (Learning@home): peers host experts, trainers find and call them.
-
-README.md has the protocol.
-"""
+"""Learning@home's mixture of experts: peers host them, trainers find and call them. See README.md here."""
 
 from colab_swarm.moe.blocks import FeedForward, PaperTransformerBlock, TransformerBlock
 from colab_swarm.moe.expert import PAPER_RULE, ExpertRule

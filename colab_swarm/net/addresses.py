@@ -1,6 +1,5 @@
 """Addresses to dial, to dial for others, and of visitors."""
 
-import contextlib
 import errno
 import ipaddress
 import logging
@@ -115,8 +114,12 @@ def listening_socket(host: str, port: int) -> socket.socket:
     try:
         if not host and socket.has_dualstack_ipv6():
             # asyncio and aiohttp would open two sockets, with port 0 on two ports
-            with contextlib.suppress(OSError):  # IPv6 may be switched off
+            try:
                 return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
+            except OSError as error:
+                is_switched_off = error.errno in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
+                if not is_switched_off:
+                    raise
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         return socket.create_server((host or "0.0.0.0", port), family=family)
     except OSError as error:

@@ -63,7 +63,7 @@ class LinkRounds(Rounds):
     ) -> None:
         super().__init__(services, settings, own, model)
         self._bandwidth = LinkBandwidth(services.peers)
-        self.shares = AdaptiveShares()  # what plans the spans
+        self.shares = AdaptiveShares()  # what plans the spans of each group; an experiment sets another
         codecs = settings.compression, settings.mean_compression
         terms = RoundTerms(settings.prefix, 0, b"", model.numel, model.schema, *codecs)
         formation = FormationSettings(
@@ -92,6 +92,7 @@ class LinkRounds(Rounds):
         self._stop_listening = services.peers.on_lost(self._on_lost)
 
     def _planned(self, tickets: Sequence[Ticket]) -> SharePlan:
+        # The formation's settings are made before an experiment sets `shares`.
         return self.shares(tickets)
 
     @property

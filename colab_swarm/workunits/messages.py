@@ -1,4 +1,4 @@
-"""Messages between a volunteer and the coordinator over HTTP; `colab_swarm.workunits` lists them.
+"""Messages between a volunteer and the coordinator over HTTP; README.md lists them.
 
 Each request carries ``Authorization: Swarm1 BASE64URL`` of a `SignedRequest`. 1 is the version. A link is the
 coordinator's address, and after ``#`` the content of an invitation:

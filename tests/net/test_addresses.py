@@ -1,5 +1,7 @@
 """Addresses that are dialled, kept and announced; visitors of public pages: none may lock out another."""
 
+import errno
+import socket
 from collections.abc import Mapping
 from ipaddress import ip_address
 from socket import AF_INET
@@ -10,9 +12,16 @@ import pytest
 from aiohttp.abc import ResolveResult
 from multidict import CIMultiDict
 
-from colab_swarm.errors import PeerUnreachable
+from colab_swarm.errors import PeerUnreachable, PortError
 from colab_swarm.net import addresses
-from colab_swarm.net.addresses import AddressBook, may_dial, may_dial_back, reachable_addresses, source_of
+from colab_swarm.net.addresses import (
+    AddressBook,
+    listening_socket,
+    may_dial,
+    may_dial_back,
+    reachable_addresses,
+    source_of,
+)
 from colab_swarm.net.carrier import NodeSettings
 from colab_swarm.net.patience import VisitLimit
 from colab_swarm.net.peers import MAX_ADDRESSES, Contact, PeerId
@@ -168,3 +177,21 @@ async def test_no_request_reaches_a_private_address_of_an_invitation(
         with pytest.raises(PeerUnreachable, match=r"10\.9\.8\.7 is in a private network"):
             await alice.call(BOB, Echo(), Echo, timeout_s=5)
     assert asked == ([name] if name else [])
+
+
+def test_every_interface_is_one_port_and_only_ipv4_where_ipv6_is_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    with listening_socket("", 0) as first, pytest.raises(PortError, match="is taken"):
+        listening_socket("", first.getsockname()[1])
+    create_server = socket.create_server
+    refused = []
+
+    def without_ipv6(address: Any, **options: Any) -> socket.socket:
+        if options["family"] == socket.AF_INET6:
+            refused.append(address)
+            raise OSError(errno.EADDRNOTAVAIL, "Cannot assign requested address")
+        return create_server(address, **options)
+
+    monkeypatch.setattr(socket, "create_server", without_ipv6)
+    monkeypatch.setattr(socket, "has_dualstack_ipv6", lambda: True)
+    with listening_socket("", 0) as second:
+        assert second.family == socket.AF_INET and refused == [("", 0)]
