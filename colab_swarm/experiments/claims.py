@@ -167,7 +167,7 @@ class Seeds(NamedTuple):
     def is_above(self, limit: float, ours: str) -> Finding:
         """Judge a figure that the paper has above ``limit``."""
         if abs(self.value - limit) <= self.noise:
-            reason = f"the noise over seeds is {self.noise:.1f} to each side"
+            reason = f"the noise over seeds is {self.noise:.2g} to each side"
             return Finding(ours, NOT_JUDGED, reason)
         return _judge(self.value > limit, ours)
 
@@ -329,14 +329,13 @@ def _preemption(figures: Figures) -> Findings:
 def _moe_throughput(figures: Figures) -> Findings:
     findings = {}
     for kind in ("ffn", "transformer"):
-        ours = figures[f"{kind}_200ms_samples_per_s"]
-        passed_on = figures[f"{kind}_model_parallel_200ms_samples_per_s"]
-        kept = ours / figures[f"{kind}_0ms_samples_per_s"]
-        degraded = passed_on / figures[f"{kind}_model_parallel_0ms_samples_per_s"]
+        kept = Seeds.of(figures, f"{kind}_retained_at_200ms")
+        passed_on = Seeds.of(figures, f"{kind}_model_parallel_retained_at_200ms")
+        ratio = figures[f"{kind}_vs_model_parallel_at_200ms"]
         reason = "model-parallel only waits here, so the ratio is the speed of our processor and blocks"
-        findings[f"{kind}_kept"] = _judge(kept >= 0.9, f"{kept:.0%}")
-        findings[f"{kind}_degrades"] = _judge(degraded < 0.1, f"{degraded:.1%}")
-        findings[f"{kind}_ratio"] = Finding(f"{ours / passed_on:.0f}", NOT_JUDGED, reason)
+        findings[f"{kind}_kept"] = kept.is_above(0.9, f"{kept.value:.0%}")
+        findings[f"{kind}_degrades"] = passed_on.is_below(0.1, f"{passed_on.value:.1%}")
+        findings[f"{kind}_ratio"] = Finding(f"{ratio:.0f}", NOT_JUDGED, reason)
     few, some = (figures[f"checkpointing_factor_room_{room}"] for room in (2, 4))
     reason = "the paper says 'a few' batches; that these are 2 and 4 is ours"
     findings["checkpointing"] = Finding(f"{few:.1f}, {some:.1f} times", NOT_JUDGED, reason)
