@@ -16,6 +16,11 @@ _ASIDE = ".aside"
 _CANNOT_SYNC = {errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP}
 
 
+def cache_folder() -> Path:
+    """Return this user's folder for what can be made again."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "colab_swarm"
+
+
 def write_file(
     path: Path,
     parts: Iterable[bytes | bytearray | memoryview],

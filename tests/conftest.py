@@ -24,6 +24,9 @@ hypothesis.settings.load_profile("any machine")
 if os.environ.get("COLAB_SWARM_AS_DEVICE"):
     # The CPU passes for a device: gradients, vectors and residuals take the way that they take on a GPU.
     device._MAIN_MEMORY = ()
+# What peers write about themselves for the command line; matplotlib's list of fonts stays where it is.
+os.environ.setdefault("MPLCONFIGDIR", str(Path.home() / ".cache" / "matplotlib"))
+os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="colab-swarm-cache")
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
 
 

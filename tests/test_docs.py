@@ -105,10 +105,9 @@ def test_badges_of_the_readme_have_addresses() -> None:
 def test_commands_of_the_readme_exist(capsys: pytest.CaptureFixture[str]) -> None:
     targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     assert set(re.findall(r"\bmake ([a-z]+) ", README.replace("`", " "))) <= targets
-    with pytest.raises(SystemExit):
-        main(["--help"])
+    main(["--help"])
     told = capsys.readouterr().out
-    assert all(command in told for command in re.findall(r"colab-swarm ([a-z]+)", README))
+    assert all(command in told for command in re.findall(r"colab-swarm ([a-z-]+)", README))
 
 
 def test_ci_runs_the_commands_of_the_readme() -> None:

@@ -1,1 +1,1 @@
-"""Command line: ``colab-swarm demo | create | join | doctor | relay | experts | coordinate | volunteer …``."""
+"""Command line: ``colab-swarm demo | create | runs | status | train-albert | experts | volunteer …``."""

@@ -1,31 +1,25 @@
 """What the commands print: lines for people, or JSON."""
 
-import argparse
 import json
 import sys
-from importlib.util import find_spec
-from typing import Any, TypeAlias
+from typing import Any
 
+from rich.console import Console
+
+from colab_swarm.cli.command import Output
 from colab_swarm.events import Event, ReachabilityChanged, RoundFinished, StateReceived, StepFinished
 from colab_swarm.markup import count
 from colab_swarm.swarm.swarm import Swarm
 
-Options: TypeAlias = argparse.Namespace
-
 
 def say(text: str) -> None:
-    """Print a line; rich, if it is installed, colours its numbers and links in a terminal."""
-    if find_spec("rich") is None:
-        print(text, flush=True)
-    else:
-        from rich.console import Console
-
-        Console(markup=False, emoji=False, soft_wrap=True).print(text)
-        sys.stdout.flush()
+    """Print a line, with colours for its numbers and links in a terminal."""
+    Console(markup=False, emoji=False, soft_wrap=True).print(text)
+    sys.stdout.flush()
 
 
-def report(options: Options, event: str, text: str = "", /, **facts: Any) -> None:
-    if options.json_lines:
+def report(output: Output, event: str, text: str = "", /, **facts: Any) -> None:
+    if output.json_lines:
         print(json.dumps({"event": event, **facts}), flush=True)
     else:
         say(text or f"{event:>9}  {_shown(facts)}")
@@ -41,7 +35,7 @@ def _shown(facts: dict[str, Any]) -> str:
     return "  ".join(words)
 
 
-def report_event(options: Options, swarm: Swarm, event: Event) -> None:
+def report_event(output: Output, swarm: Swarm, event: Event) -> None:
     match event:
         case StepFinished(step=step, samples=samples, loss=loss):
             snapshot = swarm.snapshot()
@@ -52,14 +46,14 @@ def report_event(options: Options, swarm: Swarm, event: Event) -> None:
                 "samples": samples,
                 "swarm_samples_per_s": snapshot.samples_per_s,
             }
-            report(options, "step", step_line(facts), **facts)
+            report(output, "step", step_line(facts), **facts)
         case RoundFinished(group_size=size, seconds=seconds, spans_lost=lost, kept_local=kept):
-            if options.json_lines or lost:  # a step's line is enough for a round without losses
-                report(options, "round", peers=size, seconds=seconds, spans_lost=lost, kept_local=kept)
+            if output.json_lines or lost:  # a step's line is enough for a round without losses
+                report(output, "round", peers=size, seconds=seconds, spans_lost=lost, kept_local=kept)
         case ReachabilityChanged(how=how):
-            report(options, "reached", how=how)
+            report(output, "reached", how=how)
         case StateReceived(step=step, size_bytes=size, seconds=seconds, donors=donors):
-            report(options, "state", step=step, bytes=size, seconds=seconds, donors=len(donors))
+            report(output, "state", step=step, bytes=size, seconds=seconds, donors=len(donors))
 
 
 def step_line(step: dict[str, Any], last: int = 0) -> str:
@@ -73,6 +67,6 @@ def step_line(step: dict[str, Any], last: int = 0) -> str:
     return f"step {step['step']:>4}{goal}   {loss}{count(step['peers'], 'peer')}{speed}"
 
 
-def report_facts(options: Options, facts: dict[str, str]) -> None:
+def report_facts(output: Output, facts: dict[str, str]) -> None:
     for kind, fact in facts.items():
-        report(options, kind, f"{kind:>9}  {fact}", **{kind: fact})
+        report(output, kind, f"{kind:>9}  {fact}", **{kind: fact})

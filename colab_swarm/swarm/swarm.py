@@ -24,6 +24,7 @@ from colab_swarm.notebook.recorder import Header, Recorder
 from colab_swarm.notebook.views import draw
 from colab_swarm.runtime import Runner, on_loop
 from colab_swarm.snapshot import PeerTable
+from colab_swarm.swarm.logbook import Logbook
 from colab_swarm.swarm.network import NetworkSession, close
 from colab_swarm.swarm.overview import Overview
 from colab_swarm.training.assistant import Assistant
@@ -95,9 +96,14 @@ class Swarm(contextlib.AbstractContextManager["Swarm"]):
         contributions = None if network is None else network.trust.contributions
         self._overview = Overview(runtime, services, name, self.optimizers, contributions)
         self._experts: SwarmExperts | None = None
+        self._logbook: Logbook | None = None
         self._panel: Panel[SwarmSnapshot] | None = None
         self._recorder: Recorder | None = None
         self._leaving = threading.RLock()
+        if network is not None:
+            self._logbook = Logbook(run_id, short(self.id), self.snapshot)
+            self.events.listen(self._logbook.on_event)
+            runtime.call(on_loop(partial(network.node.spawn, self._logbook.keep())))
         shorten_interrupts()
 
     @property
@@ -551,6 +557,8 @@ class Swarm(contextlib.AbstractContextManager["Swarm"]):
                 return
             # the stack closes the last part first
             with contextlib.ExitStack() as parts:
+                if self._logbook is not None:
+                    parts.callback(self._logbook.close)
                 if self._recorder is not None:
                     parts.callback(self._recorder.close)
                 parts.callback(lambda: self.runtime.call(close(self.services, self.network)))

@@ -1,0 +1,139 @@
+"""A peer's log and last state in a folder of its user, which ``colab-swarm status RUN`` and ``logs RUN`` read.
+
+While a training cell runs no other cell can, and a reloaded page has lost its panel: a terminal shows the peer then.
+Nothing in the folder is secret, and only its owner may read it.
+"""
+
+import asyncio
+import logging
+import os
+import shutil
+import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+import msgspec
+
+from colab_swarm.errors import StateError
+from colab_swarm.events import Event, ExpertHosted, RoundFinished, StepFinished
+from colab_swarm.files import cache_folder, write_file
+from colab_swarm.markup import plain
+from colab_swarm.net.peers import UNDECODABLE
+from colab_swarm.snapshot import PeerRow, SwarmSnapshot, describe
+
+logger = logging.getLogger(__name__)
+EVERY_S = 2.0
+SILENT_S = 15.0
+"""A process that wrote nothing for so long has ended, or is frozen."""
+STEP_EVERY_S = 5.0
+"""A line for a step comes at most so often."""
+KEPT_S = 30 * 24 * 3600.0
+MAX_LOG_BYTES = 2 << 20
+
+
+class LastState(msgspec.Struct, frozen=True):
+    """The last state of a peer of this user."""
+
+    run_id: str
+    me: str  # the peer's name
+    pid: int  # of its process
+    at: float  # when it was written, seconds since the epoch
+    state: str  # of the peer, in one word; ``left`` is the last one
+    peers: tuple[PeerRow, ...]  # that it knows, itself included
+
+    @property
+    def run(self) -> str:
+        return self.run_id.rpartition("-")[0]
+
+    def state_now(self, now: float) -> str:
+        """Return the state; of a process that wrote nothing for `SILENT_S`, that it is silent."""
+        if self.state != "left" and now - self.at > SILENT_S:
+            return "silent"
+        return self.state
+
+
+class Logbook:
+    """Writes the pages of one peer, from `keep` to `close`. A peer that did nothing leaves none."""
+
+    def __init__(self, run_id: str, peer: str, look: Callable[[], SwarmSnapshot]) -> None:
+        self._run_id = run_id
+        self._folder = _folder() / f"{run_id}.{peer}"
+        self._look = look
+        self._lines = deque[str](maxlen=1000)
+        self._step_at = float("-inf")
+        self._worked = False
+
+    def on_event(self, event: Event) -> None:
+        now = time.time()
+        if isinstance(event, StepFinished | RoundFinished | ExpertHosted):
+            self._worked = True
+        if isinstance(event, RoundFinished) and not (event.spans_lost or event.kept_local):
+            return
+        line = describe(event)
+        if isinstance(event, StepFinished):
+            if now - self._step_at < STEP_EVERY_S:
+                return
+            self._step_at = now
+            line = f"step {event.step}: " + ("" if event.loss is None else f"loss {event.loss:.4f}, ")
+            line += f"{event.samples:g} samples"
+        at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(now))
+        self._lines.append(f"{at}  {plain(line, 400)}\n")
+
+    async def keep(self) -> None:
+        await asyncio.to_thread(_delete_old, self._folder.parent)
+        while True:
+            await asyncio.to_thread(self._write)
+            await asyncio.sleep(EVERY_S)
+
+    def _write(self) -> None:
+        seen = self._look()
+        page = LastState(self._run_id, seen.me, os.getpid(), time.time(), seen.state, seen.peers)
+        # a full disk must not disturb the training
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            write_file(self._folder / "page.json", [msgspec.json.encode(page)], private=True)
+            log = self._folder / "log.txt"
+            with log.open("a", encoding="utf-8") as file:
+                while self._lines:
+                    file.write(self._lines.popleft())
+                is_full = file.tell() > MAX_LOG_BYTES
+            if is_full:
+                os.replace(log, log.with_name("earlier-log.txt"))
+        except (OSError, StateError) as error:
+            logger.debug("nothing is written to the logbook: %s", error)
+
+    def close(self) -> None:
+        if self._worked:
+            self._write()
+        else:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def pages() -> dict[Path, LastState]:
+    """Return the last page of each peer that this user's processes were, by its folder, the newest first."""
+    found = {}
+    for file in _folder().glob("*/page.json"):
+        with suppress(OSError, *UNDECODABLE):
+            found[file.parent] = msgspec.json.decode(file.read_bytes(), type=LastState)
+    return dict(sorted(found.items(), key=lambda item: -item[1].at))
+
+
+def log_of(folder: Path) -> str:
+    texts = []
+    for name in ("earlier-log.txt", "log.txt"):
+        with suppress(FileNotFoundError):
+            texts.append((folder / name).read_text(encoding="utf-8"))
+    return "".join(texts)
+
+
+def _folder() -> Path:
+    return cache_folder() / "runs"
+
+
+def _delete_old(folder: Path) -> None:
+    for page in folder.glob("*/page.json"):
+        with suppress(OSError):
+            if time.time() - page.stat().st_mtime > KEPT_S:
+                shutil.rmtree(page.parent, ignore_errors=True)
