@@ -48,7 +48,6 @@ if TYPE_CHECKING:
     from colab_swarm.swarm.doctor import doctor as doctor
     from colab_swarm.swarm.joining import create as create
     from colab_swarm.swarm.joining import join as join
-    from colab_swarm.swarm.joining import resume as resume
     from colab_swarm.swarm.network import NetworkOptions as NetworkOptions
     from colab_swarm.swarm.simulation import Simulation as Simulation
     from colab_swarm.swarm.simulation import simulate as simulate
@@ -65,7 +64,6 @@ PUBLIC = {
     "connect": "swarm.connecting",
     "create": "swarm.joining",
     "join": "swarm.joining",
-    "resume": "swarm.joining",
     "simulate": "swarm.simulation",
     "doctor": "swarm.doctor",
     "explain": "notebook.explanation",

@@ -52,7 +52,7 @@ and all pages at the end. Characters that the terminal cannot show are replaced.
 
 - **Clock.** Colab and Kaggle end a session after 12 hours, Kaggle's TPUs after 9 (`colab_swarm.notebook.platforms`).
   The panel shows the remaining time. Some minutes before the end the peer hands over its gradients and leaves.
-- **Resume.** After `cs.join(…, state_dir="folder")`, `cs.resume("folder")` is the same peer in a later session:
+- **Resume.** After `cs.join(…, state_dir="folder")`, `cs.join(state_dir="folder")` is the same peer in a later session:
   identity, membership, checkpoints (`colab_swarm.swarm.saved`). The folder is secret, and lasts only where the
   platform keeps it: Drive, `/kaggle/working`.
 - **Pause.** `with swarm.paused():` gives you the accelerator; the others do not wait for this peer.

@@ -4,7 +4,7 @@
 |---|---|
 | `Swarm`, one peer's membership in a run | `colab_swarm.swarm.swarm` |
 | its part in the real network, and the end of a platform's session | `colab_swarm.swarm.network` |
-| `create`, `join`, `resume`, and the folder that saves a peer | `colab_swarm.swarm.joining`, `saved` |
+| `create`, `join`, and the folder that saves a peer | `colab_swarm.swarm.joining`, `saved` |
 | work units among its peers | `colab_swarm.swarm.work` |
 | what panels show of it | `colab_swarm.swarm.overview` |
 | `simulate`, and simulated runs with controls | `colab_swarm.swarm.simulation` |

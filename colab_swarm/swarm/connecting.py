@@ -9,7 +9,7 @@ from shutil import which
 from typing import Any
 
 from colab_swarm.credentials import find_secret
-from colab_swarm.errors import JoinError, PeerError, TunnelError
+from colab_swarm.errors import JoinError, PeerError, TunnelError, require
 from colab_swarm.invite import Invite
 from colab_swarm.mailbox.address import SCHEMES
 from colab_swarm.net.addresses import is_local, own_ips
@@ -60,11 +60,12 @@ def doors(here: Platform, *, public: bool, consent: Consent, usable: Collection[
     return doors
 
 
+@joining.answers_name
 def connect(
-    invitation: str | None = None,
+    invitation: str = "",
     *,
-    name: str = "",
     run: str = "my-swarm",
+    peer_name: str = "",
     mailbox: str = "",
     accept_terms: Consent = False,
     options: NetworkOptions = DEFAULT_OPTIONS,
@@ -73,17 +74,18 @@ def connect(
 ) -> Swarm | Connection:
     """Make this notebook a peer: show a form that starts or joins a run, and then becomes the panel.
 
-    With an ``invitation`` it joins at once, with an empty one it starts a run, and with the address of a bucket a
-    run whose rounds are there: ``s3://bucket/folder``, see `create`. So it does where nobody sees a
-    form; an invitation may be the secret or environment variable ``SWARM_INVITATION``. Run it again for the same
-    peer. The result has all attributes of a `Swarm`.
+    With an ``invitation``, or the address of a bucket for a new run whose rounds are there, it acts at once, as
+    `join` and `create` do. So does a notebook whose page nobody sees, as in CI, where the invitation may be the secret
+    or environment variable ``SWARM_INVITATION``; without one it starts a run. Run it again for the same peer. The
+    result has all attributes of a `Swarm`.
 
     A new run opens the best door: a public address, iroh's relays, a tunnel by cloudflared or ngrok, the local
     network. Relays and tunnels open only after ``accept_terms``, on Colab, Kaggle and Binder after "tunnels".
 
     Args:
-        name: what the others see of this peer.
+        invitation: the line that a friend sent; empty: see above.
         run: name of a run that is started.
+        peer_name: what the others see of this peer.
         mailbox: confirms where the rounds of an invitation are; see `join`.
         accept_terms: the platform's terms allow this; on a machine of your own, relays or tunnels may be used.
             "tunnels": you use paid compute units on Colab, and the platform's terms allow tunnels and relays.
@@ -93,13 +95,21 @@ def connect(
 
     Raises:
         JoinError: no peer of the invitation answers, or nobody could reach a run that is started here.
+        RuntimeError: this is a script, which has no form.
         InviteError, TermsError, ValueError, StateError: see `join` and `create`.
     """
     global _connection
     act = partial(_connect, run=run, mailbox=mailbox, options=options, state_dir=state_dir)
     saves = state_dir is not None and read_saved(folder_of(state_dir)) is not None
-    if invitation is not None or saves or not platforms.has_frontend():
-        return act(Entries(invitation or "", name, accept_terms, send_hf_token=send_hf_token), print)
+    acts_at_once = bool(invitation) or saves
+    require(
+        acts_at_once or platforms.in_notebook(),
+        "cs.connect() shows a form, which needs a notebook. In a script use cs.create('my-run') to start a run, or "
+        "cs.join('swarm://…') with a friend's invitation",
+        RuntimeError,
+    )
+    if acts_at_once or not platforms.has_frontend():
+        return act(Entries(invitation, peer_name, accept_terms, send_hf_token=send_hf_token), print)
     if _connection is None or not _connection.is_open:
         _connection = Connection(act, platforms.platform(), saved=find_secret(SAVED) is not None)
     from IPython.display import display
@@ -131,8 +141,9 @@ def _connect(
         )
     elif saved is not None:
         say(f"… coming back as {saved.name}")
-        swarm = joining.resume(
-            folder_of(state_dir or ""), accept_terms=entries.consent, send_hf_token=entries.send_hf_token
+        assert state_dir is not None
+        swarm = joining.join(
+            state_dir=state_dir, accept_terms=entries.consent, send_hf_token=entries.send_hf_token
         )
     elif invitation:
         options = _options_to_join(invitation, options, entries, say)

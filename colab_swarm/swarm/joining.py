@@ -1,4 +1,4 @@
-"""The ways to get a `Swarm`: create a run, join one, or resume an earlier session."""
+"""The ways to get a `Swarm`: create a run, join one, or come back to an earlier session."""
 
 import atexit
 import contextlib
@@ -7,8 +7,9 @@ import random
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import wraps
 from pathlib import Path
-from typing import overload
+from typing import ParamSpec, TypeVar, overload
 
 from colab_swarm.credentials import require_secret
 from colab_swarm.errors import JoinError, StateError, TokenNotSent, require
@@ -37,12 +38,27 @@ from colab_swarm.trust.access import RunAccess, clock_advice
 from colab_swarm.trust.authority import Allowlist
 
 logger = logging.getLogger(__name__)
+P = ParamSpec("P")
+T = TypeVar("T")
 _LAST_TIME = 1e11  # of an invitation that does not expire, seconds since the epoch
 _open_swarms: set[Swarm] = set()
 
 
+def answers_name(call: Callable[P, T]) -> Callable[P, T]:
+    """Say which name is meant by ``name=``."""
+
+    @wraps(call)
+    def checked(*arguments: P.args, **options: P.kwargs) -> T:
+        text = f"cs.{call.__name__}(name=…): write peer_name= for this peer's name, run= for the run's"
+        require("name" not in options, text, TypeError)
+        return call(*arguments, **options)
+
+    return checked
+
+
+@answers_name
 def create(
-    name: str,
+    run: str,
     *,
     access: Access = "invite",
     allow: Allowlist | None = None,
@@ -56,17 +72,17 @@ def create(
 
     Creating it again while it is open returns the same swarm, so you can re-run cells. Another ``peer_name`` or
     another key file makes another run. So does creating it again after `Swarm.leave`, and the others need a new
-    invitation; with ``state_dir`` the same run continues, by this call or by `resume`.
+    invitation; with ``state_dir`` the same run continues, by this call or by ``join(state_dir=…)``.
 
     Args:
-        name, peer_name: of the run and of this peer, for people.
+        run, peer_name: names of the run and of this peer, for people.
         access, allow: who may join: everyone who knows an address (``open``), everyone with an invitation
             (``invite``), or those of them whose account is on the list ``allow`` (``allowlist``).
         mailbox: a bucket or shared folder that carries the rounds: ``s3://bucket/folder``, ``gs://…``,
             ``az://…`` or ``file:///mnt/folder``. Then nobody needs to be online with another: see
             `colab_swarm.mailbox`. Members have its keys as secrets or in the environment.
         options: how this peer takes part in the network.
-        state_dir: a folder to save this peer and its run for `resume`; secret but for checkpoints.
+        state_dir: a folder that saves this peer and its run, for a later session; secret but for checkpoints.
         accept_terms: confirm that the platform's terms allow this; required on Colab. "tunnels" confirms more: you
             use paid compute units there, and the terms allow tunnels and relays. On Colab, Kaggle and Binder the
             options' ``tunnel`` and ``iroh`` need it.
@@ -83,20 +99,20 @@ def create(
     platforms.require_terms(accept_terms)
     platforms.require_tunnels(accept_terms, options.service)
     swarm = _open_in(state_dir)
-    if swarm is not None and swarm.run == name and swarm.is_owner:
+    if swarm is not None and swarm.run == run and swarm.is_owner:
         return swarm
     with _reserved(state_dir) as (store, saved):
         if saved is not None:
-            _check_saves_creator(saved, state_dir, name, access, mailbox)
+            _check_saves_creator(saved, state_dir, run, access, mailbox)
         elif not options.identity:
-            swarm = _open_same(name, peer_name, store, options, access=access, allow=allow, mailbox=mailbox)
+            swarm = _open_same(run, peer_name, store, options, access=access, allow=allow, mailbox=mailbox)
             if swarm is not None:
                 return swarm
         if mailbox and saved is None:
             checked_address(mailbox)
         options, identity = _with_identity(options, store)
         run_access = RunAccess.create(
-            name, identity, access=access, allow=allow, mailbox=mailbox, key_file=options.identity
+            run, identity, access=access, allow=allow, mailbox=mailbox, key_file=options.identity
         )
         # a key file stands for the same peer of the same run
         if store is None:
@@ -108,7 +124,7 @@ def create(
 
 @overload
 def join(
-    invite: str | LanSwarm,
+    invitation: str | LanSwarm,
     *,
     mailbox: str = ...,
     peer_name: str = ...,
@@ -118,9 +134,17 @@ def join(
     send_hf_token: bool = ...,
 ) -> Swarm: ...
 @overload
-def join() -> LanSwarms: ...
 def join(
-    invite: str | LanSwarm | None = None,
+    *,
+    state_dir: str | Path,
+    accept_terms: Consent = ...,
+    send_hf_token: bool = ...,
+) -> Swarm: ...
+@overload
+def join() -> LanSwarms: ...
+@answers_name
+def join(
+    invitation: str | LanSwarm | None = None,
     *,
     mailbox: str = "",
     peer_name: str = "",
@@ -131,11 +155,13 @@ def join(
 ) -> Swarm | LanSwarms:
     """Join the run of an invitation. A second call under the same name returns the same swarm.
 
-    Without an invitation it lists the runs in the local network: ``join(found[0])`` if it is open.
-    With ``state_dir`` (see `create`) this peer stays the same, also after the invitation expired.
+    With ``state_dir`` (see `create`) this peer stays the same, also after the invitation expired, and
+    ``join(state_dir=…)`` alone brings back the peer that the folder saves, also one that created its run. Then make
+    the model and call `Swarm.optimizer` as before: training continues from the saved checkpoint or the swarm's newer
+    state. Without any argument it lists the runs in the local network: ``join(found[0])`` if it is open.
 
     Args:
-        invite: the line that `Swarm.invite` returned to another member.
+        invitation: the line that `Swarm.invite` returned to another member.
         mailbox: confirms where the rounds are. Needed if the invitation names a folder, or an ``endpoint`` other
             than your own ``AWS_ENDPOINT_URL``; a folder may have another path on this machine.
         peer_name, options, state_dir, accept_terms: see `create`.
@@ -146,41 +172,39 @@ def join(
         InviteError: the invitation is mistyped, expired or of another version.
         TokenNotSent: the run needs your token, and ``send_hf_token`` is not set.
         JoinError: no peer that it names could be reached or admits this one, or its mailbox lacks the run.
-        ValueError, BucketError, StateError, TermsError, TunnelError, SecretError: see `create`.
+        StateError: the folder saves no peer, and there is no invitation; else see `create`.
+        ValueError, BucketError, TermsError, TunnelError, SecretError: see `create`.
     """
-    if invite is None:
-        return LanSwarms(Runtime.shared().call(find_swarms()))
+    if invitation is None:
+        if state_dir is None:
+            return LanSwarms(Runtime.shared().call(find_swarms()))
+        return _come_back(state_dir, accept_terms=accept_terms, send_hf_token=send_hf_token)
     swarm = _open_in(state_dir)
-    if swarm is not None and swarm.run_id == _invitation(invite, returning=True).run_id:
+    if swarm is not None and swarm.run_id == _parsed(invitation, returning=True).run_id:
         return swarm
     with _reserved(state_dir) as (store, saved):
-        invitation = _invitation(invite, returning=saved is not None)
-        if saved is not None and (not saved.invitation or saved.run_id != invitation.run_id):
+        invite = _parsed(invitation, returning=saved is not None)
+        if saved is not None and (not saved.invitation or saved.run_id != invite.run_id):
             raise _saves_another(state_dir, saved)
         if store is None:
-            swarm = find_open(invitation.run_id, name=peer_name)
+            swarm = find_open(invite.run_id, name=peer_name)
             if swarm is not None:
                 return swarm
-        mailbox = _mailbox_of(invitation, mailbox)
+        mailbox = _mailbox_of(invite, mailbox)
         # viewers compute nothing
-        platforms.require_terms(accept_terms or invitation.role <= Role.VIEWER)
+        platforms.require_terms(accept_terms or invite.role <= Role.VIEWER)
         platforms.require_tunnels(accept_terms, options.service)
         options, identity = _with_identity(options, store)
-        token = _token_for(invitation, consent=send_hf_token)
+        token = _token_for(invite, consent=send_hf_token)
         membership = b"" if saved is None else saved.membership
         run_access = RunAccess.from_invitation(
-            invitation, identity, token=token, membership=membership, mailbox=mailbox
+            invite, identity, token=token, membership=membership, mailbox=mailbox
         )
         return _open(run_access, identity, peer_name, options, store)
 
 
-def resume(folder: str | Path, *, accept_terms: Consent = False, send_hf_token: bool = False) -> Swarm:
-    """Come back as the peer saved in a folder by ``create`` or ``join``; you can re-run cells.
-
-    It has the same id. Then make the model and call `Swarm.optimizer` as before: training continues
-    from the saved checkpoint or the swarm's newer state. A StateError if the folder is unusable, a
-    JoinError if no saved peer answers: join with ``state_dir=folder``. Else see `join`.
-    """
+def _come_back(folder: str | Path, *, accept_terms: Consent, send_hf_token: bool) -> Swarm:
+    """Return the peer that a folder saves."""
     swarm = _open_in(folder)
     if swarm is not None:
         return swarm
@@ -211,7 +235,7 @@ def resume(folder: str | Path, *, accept_terms: Consent = False, send_hf_token: 
     )
 
 
-def _invitation(invite: str | LanSwarm, *, returning: bool) -> Invite:
+def _parsed(invite: str | LanSwarm, *, returning: bool) -> Invite:
     """Return the invitation to a run; a returning peer may use one that has expired."""
     if isinstance(invite, str):
         return Invite.parse(invite, now=0.0 if returning else None)
@@ -326,8 +350,8 @@ def _check_saves_creator(saved: SavedPeer, folder: object, run: str, access: Acc
 def _saves_another(folder: object, saved: SavedPeer) -> ValueError:
     verb = "joined" if saved.invitation else "created"
     return ValueError(
-        f"{folder} saves {saved.name}, which {verb} {saved.run} (access={saved.access!r}): cs.resume({str(folder)!r}) "
-        "brings that peer back; for another run use another folder"
+        f"{folder} saves {saved.name}, which {verb} {saved.run} (access={saved.access!r}): "
+        f"cs.join(state_dir={str(folder)!r}) brings that peer back; for another run use another folder"
     )
 
 

@@ -288,7 +288,7 @@ class NetworkSession:
     def _hand_over(self, clock: SessionClock, optimizers: "Mapping[str, SwarmOptimizer]") -> None:
         next_step = "join again in a new one"
         if self.store is not None:
-            next_step = f"continue in a new one with cs.resume({str(self.store.folder)!r})"
+            next_step = f"continue in a new one with cs.join(state_dir={str(self.store.folder)!r})"
         reason = f"this peer has handed over and left before its session ends ({clock.reason}): {next_step}"
         # a quarter of the time is for this, as experts and work units are given back after it
         max_s = clock.leave_before_s / 4

@@ -585,7 +585,7 @@ class Swarm(contextlib.AbstractContextManager["Swarm"]):
         self.services.dht.kill()
 
     def _check(self, *, worker: bool = False) -> None:
-        text = "this peer has left its swarm: cs.resume(folder) or cs.join(…) brings it back"
+        text = "this peer has left its swarm: cs.join(state_dir=…) or a new invitation brings it back"
         require(not self.left, text, RuntimeError)
         require(
             not worker or self._role >= Role.WORKER,

@@ -20,7 +20,7 @@ CREATE = (
 JOIN = """import colab_swarm as cs
 swarm = cs.join("{invite}", peer_name="bob", state_dir={folder!r})
 print(swarm, swarm.id.hex())"""
-RESUME = "import colab_swarm as cs\nswarm = cs.resume({folder!r})\nprint(swarm, swarm.id.hex())"
+RESUME = "import colab_swarm as cs\nswarm = cs.join(state_dir={folder!r})\nprint(swarm, swarm.id.hex())"
 PREPARE = """import os, time, torch
 torch.manual_seed(0)
 model = torch.nn.Linear(1500, 1500)

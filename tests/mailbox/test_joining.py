@@ -50,7 +50,7 @@ def test_an_invitation_alone_leads_to_a_run_whose_creator_has_left(box: str, tmp
         theirs = join_training(bob, other := model(seed=1), communication="auto", target_batch_size=20)
         assert theirs.lineage == mine.lineage and theirs.settings.local_steps == 2
         take(theirs, other, 0)
-    with cs.resume(tmp_path / "bob") as again, cs.resume(tmp_path / "alice") as founder:
+    with cs.join(state_dir=tmp_path / "bob") as again, cs.join(state_dir=tmp_path / "alice") as founder:
         assert again.id == bob.id and again.services.mailbox == founder.services.mailbox == box
         assert founder.is_owner and founder.run_id == again.run_id
         with pytest.raises(PermissionError, match="Change the keys"):
@@ -95,7 +95,7 @@ def test_who_joins_or_returns_has_the_weights_of_the_step_that_it_reports(
             # as a kill leaves it
             shutil.copytree(tmp_path / "bob", tmp_path / "killed", ignore=shutil.ignore_patterns("in-use*"))
         train_on(5)
-        with cs.resume(tmp_path / "killed") as bob:
+        with cs.join(state_dir=tmp_path / "killed") as bob:
             enter(bob)
 
 
@@ -116,7 +116,7 @@ def test_a_run_whose_folder_is_not_mounted_is_refused_and_begins_no_new_history(
     returns: list[Callable[[], cs.Swarm]] = [
         lambda: cs.join(invitation, mailbox=box),
         lambda: cs.join(invitation, mailbox=box, state_dir=tmp_path / "bob"),
-        lambda: cs.resume(tmp_path / "bob"),
+        lambda: cs.join(state_dir=tmp_path / "bob"),
         lambda: cs.create("away", mailbox=box, state_dir=tmp_path / "alice"),
     ]
     for come_back in returns:
@@ -127,7 +127,7 @@ def test_a_run_whose_folder_is_not_mounted_is_refused_and_begins_no_new_history(
         folder.rmdir()
     (tmp_path / "unmounted").rename(folder)
     for name in ("alice", "bob"):
-        with cs.resume(tmp_path / name) as again:
+        with cs.join(state_dir=tmp_path / name) as again:
             assert again.run_id == alice.run_id
 
 
@@ -182,7 +182,7 @@ def test_the_owner_of_a_wrong_clock_is_told_and_counts_as_a_member(
 def test_connect_takes_the_address_of_a_bucket(box: str, capsys: pytest.CaptureFixture[str]) -> None:
     with cs.connect(box, run="by-address") as swarm:
         assert swarm.services.mailbox == box and swarm.is_owner
-        with cs.connect(str(swarm.invite()), mailbox=box, name="bob") as bob:
+        with cs.connect(str(swarm.invite()), mailbox=box, peer_name="bob") as bob:
             assert bob.services.mailbox == box and bob.run_id == swarm.run_id
     assert f"others reach you: by the bucket {box}" in capsys.readouterr().out
 

@@ -8,14 +8,15 @@ import time
 from itertools import count
 
 import colab_swarm as cs
-from colab_swarm.swarm.joining import resume
 from colab_swarm.training import saving as saving_module
 from tests.training.toy import join_training, loss_of, model
 
 
 def main(folder: str, invitation: str = "") -> None:
     saving_module.SAVE_S = 0.2
-    swarm = cs.join(invitation, peer_name="bob", state_dir=folder) if invitation else resume(folder)
+    swarm = (
+        cs.join(invitation, peer_name="bob", state_dir=folder) if invitation else cs.join(state_dir=folder)
+    )
     print("id", swarm.id.hex(), flush=True)
     optimizer = join_training(swarm, net := model())
     print("step", optimizer.global_step, flush=True)

@@ -41,6 +41,23 @@ def at_home(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     _leave_all()
 
 
+def start(**options: Any) -> Any:
+    """Start a run as alice in a notebook whose page nobody sees."""
+    with pytest.MonkeyPatch.context() as kernel:
+        kernel.setattr(platforms, "in_notebook", lambda: True)
+        kernel.setattr(platforms, "has_frontend", lambda: False)
+        return cs.connect(**{"peer_name": "alice", **options})
+
+
+def test_a_script_has_no_form_and_is_told_what_to_call() -> None:
+    with pytest.raises(RuntimeError, match=r"cs.create\('my-run'\) .*cs.join\('swarm://…'\)"):
+        cs.connect()
+    with pytest.raises(TypeError, match="peer_name= for this peer's name, run= for the run's"):
+        cs.connect(name="alice")  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match="peer_name="):
+        cs.create("ours", name="alice")  # type: ignore[call-arg]
+
+
 def test_doors_are_tried_in_order_and_others_are_used_only_after_a_yes() -> None:
     assert doors(JUPYTER, public=True, consent=True, usable=ALL) == [LISTEN]
     assert doors(JUPYTER, public=False, consent=True, usable=ALL) == [IROH, *TUNNELS, LAN]
@@ -57,24 +74,24 @@ def test_a_platform_of_others_opens_relays_and_tunnels_only_after_the_second_yes
 
 
 def test_friends_connect_by_arguments_and_again_for_the_same_peer(capsys: pytest.CaptureFixture[str]) -> None:
-    alice = cs.connect("", name="alice", run="ours")
+    alice = start(run="ours")
     line = str(alice.invite())
-    bob = cs.connect(f"  {line[:30]}\n{line[30:]} ", name="bob")
-    assert cs.connect("", name="alice", run="ours") is alice and cs.connect(line, name="bob") is bob
+    bob = cs.connect(f"  {line[:30]}\n{line[30:]} ", peer_name="bob")
+    assert start(run="ours") is alice and cs.connect(line, peer_name="bob") is bob
     told = capsys.readouterr().out
     assert "○ others reach you: that shows when the first peer joins" in told
     assert "the local network" in told and f"reached {alice.id.hex()[:8]}: same machine" in told
 
 
 def test_an_invitation_may_be_a_secret(monkeypatch: pytest.MonkeyPatch) -> None:
-    alice = cs.connect("", name="alice", run="ours")
+    alice = start(run="ours")
     monkeypatch.setenv(connecting.SAVED, str(alice.invite()))
-    bob = cs.connect(name="bob")  # nobody sees a form here
+    bob = start(peer_name="bob")
     assert bob.run_id == alice.run_id and not bob.is_owner
 
 
 def test_a_saved_peer_comes_back(tmp_path: Path) -> None:
-    first = cs.connect("", name="alice", run="ours", state_dir=tmp_path / "alice")
+    first = start(run="ours", state_dir=tmp_path / "alice")
     first.leave()
     again = cs.connect(state_dir=tmp_path / "alice")
     assert again.id == first.id and again.run_id == first.run_id and again.name == "alice"
@@ -85,13 +102,13 @@ def test_where_nobody_could_join_no_run_starts_and_the_ways_out_are_told(
 ) -> None:
     monkeypatch.setattr(platforms, "platform", lambda: KAGGLE)
     with pytest.raises(JoinError, match=r"Kaggle by itself.*“My terms allow tunnels and relays”.*simulate"):
-        cs.connect("", name="alice", accept_terms=True)
+        start(accept_terms=True)
     monkeypatch.setattr(platforms, "platform", lambda: COLAB)
     ways = r"Colab by itself.*mailbox='s3://.*colab-swarm create my-run.*“I use paid compute units.*simulate"
     with pytest.raises(JoinError, match=ways):
-        cs.connect("", name="alice", accept_terms=True)
+        start(accept_terms=True)
     with pytest.raises(TermsError):
-        cs.connect("", name="alice")
+        start()
     assert connecting.joining.find_open(run="my-swarm") is None
 
 
@@ -103,7 +120,7 @@ def test_a_door_that_does_not_open_is_left_for_the_next(
     monkeypatch.setattr(connecting, "IROH", tried[0])
     monkeypatch.setattr(connecting, "doors", lambda *_, **__: tried)
     monkeypatch.setattr("colab_swarm.net.iroh.ONLINE_S", 0.1)
-    alice = cs.connect("", name="alice", accept_terms=True)
+    alice = start(accept_terms=True)
     told = capsys.readouterr().out
     assert not alice.left and "✖ iroh's free relays: none answered\n… trying the local network" in told
 
@@ -126,7 +143,7 @@ def open_form(here: Platform = JUPYTER) -> Clicked:
 
 
 def test_the_form_tells_what_is_wrong_and_can_be_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    alice = cs.connect("", name="alice", run="ours")
+    alice = start(run="ours")
     form = open_form()
     with pytest.raises(JoinError, match="press Start / Join"):
         form.invite()
@@ -176,7 +193,7 @@ def test_a_starters_form_becomes_the_invitation() -> None:
 
 def test_a_text_that_is_no_invitation_is_refused_at_once() -> None:
     with pytest.raises(InviteError):
-        cs.connect("https://colab.research.google.com/drive/1", name="bob")
+        cs.connect("https://colab.research.google.com/drive/1", peer_name="bob")
 
 
 TOKEN = "2abcDEFsecretTOKEN"
@@ -210,7 +227,7 @@ def test_on_colab_nothing_opens_without_the_second_yes(
         at_home.setattr(platforms, "platform", lambda: JUPYTER)
         line = str(cs.create("theirs", peer_name="bob").invite())
     with pytest.raises(JoinError, match="by itself"):
-        cs.connect("", name="alice", accept_terms=True)
+        start(accept_terms=True)
     for way in ({"tunnel": "ngrok"}, {"tunnel": "cloudflared"}, {"iroh": "public"}):
         options = cs.NetworkOptions(**way)  # type: ignore[arg-type]
         for begin in (cs.create, cs.join, cs.connect):
@@ -223,7 +240,7 @@ def test_on_colab_nothing_opens_without_the_second_yes(
     job = Job("signs", lambda: None, data=([1], [1]), validation=([1], [1]))  # type: ignore[arg-type]
     with pytest.raises(TermsError, match="cloudflared opens only"):
         coordinate(job, tunnel="cloudflared", accept_terms=True, folder=tmp_path / "job")
-    cs.connect(line, name="alice", accept_terms=True)
+    cs.connect(line, peer_name="alice", accept_terms=True)
     assert opened == []
 
 
@@ -231,7 +248,7 @@ def test_after_the_second_yes_each_door_is_tried(
     opened: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(JoinError, match="by itself"):
-        cs.connect("", name="alice", accept_terms="tunnels")
+        start(accept_terms="tunnels")
     assert opened == ["iroh", "cloudflared", "ngrok"]
     assert "✖ a tunnel by cloudflared: the stand-in opens nothing" in capsys.readouterr().out
 

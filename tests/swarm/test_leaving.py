@@ -49,7 +49,7 @@ def test_an_interrupt_while_leaving_leaves_the_folder_free_and_no_link_open(
     alice.leave()
     while (tmp_path / "in-use.json").exists():
         moment.wait(0.01)
-    with cs.resume(tmp_path) as again:
+    with cs.join(state_dir=tmp_path) as again:
         assert again.id == alice.id and again is not alice
 
 

@@ -39,7 +39,7 @@ def received(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     "act",
     [
         lambda line: cs.join(line, peer_name="ada", options=QUIET),
-        lambda line: cs.connect(line, name="ada", options=QUIET),
+        lambda line: cs.connect(line, peer_name="ada", options=QUIET),
         lambda line: main(["relay", line]),
         lambda line: main(["status", line]),
         cs.doctor,
@@ -70,9 +70,9 @@ def test_who_would_get_the_token_is_said_and_with_consent_it_arrives(
         with cs.join(invite, peer_name="ada", options=QUIET, state_dir=folder, send_hf_token=True) as ada:
             assert linked(swarm, ada) and received == ["of-ada"]
         with pytest.raises(JoinError, match="send_hf_token=True"):
-            cs.resume(folder)
+            cs.join(state_dir=folder)
         assert received == ["of-ada"]
-        with cs.resume(folder, send_hf_token=True) as ada:
+        with cs.join(state_dir=folder, send_hf_token=True) as ada:
             assert linked(swarm, ada)
 
 

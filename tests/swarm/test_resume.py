@@ -25,7 +25,6 @@ from colab_swarm.net.peers import Contact, PeerId
 from colab_swarm.sim import run_virtual
 from colab_swarm.swarm import network
 from colab_swarm.swarm import swarm as swarm_module
-from colab_swarm.swarm.joining import resume
 from colab_swarm.swarm.saved import read_saved
 from colab_swarm.swarm.swarm import Swarm
 from tests.swarm import leave_in, network_of, wait
@@ -49,8 +48,8 @@ def train_alone(swarm: Swarm, steps: int) -> torch.nn.Module:
 def test_a_member_comes_back_under_its_id_and_name_with_its_options(alice: Swarm, tmp_path: Path) -> None:
     options = cs.NetworkOptions(lan=False, upload_mbit_s=50.0)
     with cs.join(alice.invite(), peer_name="bob", state_dir=tmp_path / "bob", options=options) as bob:
-        assert resume(tmp_path / "bob") is bob
-    with resume(tmp_path / "bob") as again:
+        assert cs.join(state_dir=tmp_path / "bob") is bob
+    with cs.join(state_dir=tmp_path / "bob") as again:
         assert (again.id, again.name) == (bob.id, "bob") and again is not bob
         assert again.network is not None and again.network.options.upload_mbit_s == 50.0
 
@@ -73,7 +72,7 @@ def test_a_membership_outlives_the_invitation(
     monkeypatch.setattr(time, "time", lambda: later)
     with pytest.raises(cs.errors.InviteError, match="expired"):
         Invite.parse(str(invitation))
-    with resume(tmp_path / "bob") as bob:
+    with cs.join(state_dir=tmp_path / "bob") as bob:
         assert alice.id in bob.services.peers.linked()
 
 
@@ -82,7 +81,7 @@ def test_the_owner_comes_back_as_the_authority_and_finds_the_others(tmp_path: Pa
     old = began.invite()
     with cs.join(old, peer_name="bob") as bob:
         began.leave()
-        with resume(tmp_path / "alice") as alice:
+        with cs.join(state_dir=tmp_path / "alice") as alice:
             assert (alice.id, alice.run_id, alice.name) == (began.id, began.run_id, "alice")
             assert bob.id in alice.services.peers.linked()
             for name, invitation in (("carol", alice.invite()), ("dave", old)):
@@ -98,7 +97,7 @@ def test_a_port_that_another_program_uses_now_does_not_keep_a_peer_away(tmp_path
         other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         other.bind(("", port))
         other.listen()
-        with resume(tmp_path / "alice") as alice:
+        with cs.join(state_dir=tmp_path / "alice") as alice:
             assert alice.contact.addresses and alice.network.node.port != port
 
 
@@ -111,7 +110,7 @@ def test_a_member_that_reaches_no_peer_says_what_to_do(tmp_path: Path) -> None:
     with cs.create("test-run") as alice:
         cs.join(alice.invite(), state_dir=tmp_path / "bob").leave()
     with pytest.raises(JoinError, match="ask for a new invitation"):
-        resume(tmp_path / "bob")
+        cs.join(state_dir=tmp_path / "bob")
     assert not (tmp_path / "bob" / "in-use.json").exists()
 
 
@@ -130,7 +129,7 @@ def test_all_but_one_come_back_in_any_order(stays: int, tmp_path: Path) -> None:
         for name in left:
             swarms.pop(name).leave()
         for name in reversed(left):
-            swarms[name] = resume(tmp_path / name)
+            swarms[name] = cs.join(state_dir=tmp_path / name)
             assert ids[names[stays]] in swarms[name].services.peers.linked()
     finally:
         for swarm in swarms.values():
@@ -192,14 +191,14 @@ def test_a_folder_of_another_run_is_refused(alice: Swarm, tmp_path: Path) -> Non
     with pytest.raises(ValueError, match="has its own key"):
         cs.create("new-run", state_dir=tmp_path / "new", options=cs.NetworkOptions(identity=tmp_path / "key"))
     with pytest.raises(StateError, match=r"cs\.join\(invitation, state_dir="):
-        resume(tmp_path)
+        cs.join(state_dir=tmp_path)
 
 
 @pytest.mark.slow
 def test_progress_saved_here_is_restored_in_a_swarm_that_lost_it(alice: Swarm, tmp_path: Path) -> None:
     net = train_alone(alice, 6)
     alice.leave()
-    with resume(tmp_path / "alice") as again, cs.join(again.invite(), peer_name="bob") as bob:
+    with cs.join(state_dir=tmp_path / "alice") as again, cs.join(again.invite(), peer_name="bob") as bob:
         fresh = join_training(bob, theirs := model(seed=3))
         assert fresh.global_step == 0 and join_training(again, model()).global_step == 6
         wait_for_peers(bob, fresh, 2)
@@ -263,7 +262,7 @@ def test_a_kernel_killed_while_it_trains_comes_back_as_the_same_peer(alice: Swar
         with kernel(str(tmp_path / "bob"), str(alice.invite())) as first:
             peer, step = first.told("id"), first.steps(10)
             with pytest.raises(StateError, match=f"in use by process {first.process.pid}"):
-                resume(tmp_path / "bob")
+                cs.join(state_dir=tmp_path / "bob")
             first.kill()
         credited = next(one for one in alice.contributions() if one.peer.hex() == peer)
         assert credited.samples > 0
@@ -283,16 +282,18 @@ def test_a_training_loop_ends_before_the_session_does(alice: Swarm, tmp_path: Pa
     network_of(alice).stops.append(lambda: stopped.append("units are given back"))
     leave_in(alice, 2.0)
     batch = 0
-    with pytest.raises(RuntimeError, match=r"before its session ends \(.*Binder.*cs\.resume\('.*alice'\)"):
+    with pytest.raises(
+        RuntimeError, match=r"before its session ends \(.*Binder.*cs\.join\(state_dir='.*alice'\)"
+    ):
         while True:
             loss_of(net, batch).backward()
             optimizer.step(samples=BATCH)
             batch += 1
     wait(lambda: alice.left)
     assert stopped and len([one for one in alice.events.recent(Notice) if "session ends" in one.text]) == 2
-    with pytest.raises(RuntimeError, match=r"cs\.resume"):
+    with pytest.raises(RuntimeError, match=r"cs\.join\(state_dir"):
         optimizer.step(samples=BATCH)
-    with resume(tmp_path / "alice") as again:
+    with cs.join(state_dir=tmp_path / "alice") as again:
         assert join_training(again, model()).global_step == optimizer.global_step
 
 
@@ -318,7 +319,7 @@ def test_resuming_waits_for_a_peer_that_still_leaves(
     leaving.start()
     assert reached.wait(20) and alice.left and not go_on.is_set()
     try:
-        with resume(tmp_path / "alice") as again:
+        with cs.join(state_dir=tmp_path / "alice") as again:
             assert again is not alice and again.id == alice.id
     finally:
         go_on.set()
