@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from colab_swarm.swarm.simulation import Simulation as Simulation
     from colab_swarm.swarm.simulation import simulate as simulate
     from colab_swarm.swarm.swarm import Swarm as Swarm
+    from colab_swarm.training.communication import Communication as Communication
     from colab_swarm.training.host import host_optimizer as host_optimizer
     from colab_swarm.training.layerwise import Lamb as Lamb
     from colab_swarm.training.layerwise import Lars as Lars
@@ -73,6 +74,7 @@ PUBLIC = {
     "Simulation": "swarm.simulation",
     "SwarmOptimizer": "training.optimizer",
     "NetworkOptions": "swarm.network",
+    "Communication": "training.communication",
     "RelayQuota": "net.relay",
     "Allowlist": "trust.authority",
     "CheckpointFolder": "training.state",

@@ -100,7 +100,7 @@ class PeerTimeout(PeerError, TimeoutError):
 
     Cause: the peer or the connection to it is too slow or overloaded, or its laptop sleeps.
 
-    Fix: try again. If this machine is busy, leave it a core, or send less, as with compression="int8".
+    Fix: try again. If this machine is busy, leave it a core, or send less, as with communication="int8".
     """
 
 

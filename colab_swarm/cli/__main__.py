@@ -369,6 +369,7 @@ def train_albert(
     send_hf_token: SendToken = False,
 ) -> None:
     from colab_swarm.recipes.masked_lm import albert, parameter_groups
+    from colab_swarm.training.communication import Communication
     from colab_swarm.training.layerwise import Lamb
 
     until = time.monotonic() + 3600 * (hours or MAX_HOURS)
@@ -397,9 +398,9 @@ def train_albert(
                 Lamb(parameter_groups(model), lr=lr),
                 target_batch_size=alike["target_batch_size"],
                 max_grad_norm=1.0,
-                compression=alike["compression"],
-                overlap=overlap,
-                local_steps=alike["local_steps"],
+                communication=Communication(
+                    alike["compression"], overlap=overlap, local_steps=alike["local_steps"]
+                ),
             )
         except MismatchError as error:
             raise MismatchError(f"{error}. {ALBERT_ONLY}") from error

@@ -54,6 +54,7 @@ from colab_swarm.sim.profiles import DEDLOC16, GIGABIT, MEGABIT
 from colab_swarm.swarm.simulation import Simulation
 from colab_swarm.tensors.codecs import Floats
 from colab_swarm.tensors.vector import HostVector, Vector
+from colab_swarm.training.communication import Communication
 from colab_swarm.training.link_rounds import LinkRounds
 
 T = TypeVar("T")
@@ -323,7 +324,9 @@ def _whole_peers_s(
     def train(swarm: cs.Swarm) -> None:
         weights = torch.nn.Parameter(torch.zeros(ALBERT_LARGE.numel // scale))
         inner = torch.optim.SGD([weights], lr=0.1)
-        optimizer = swarm.optimizer(inner, target_batch_size=BATCH, compression="float16", overlap=delayed)
+        optimizer = swarm.optimizer(
+            inner, target_batch_size=BATCH, communication=Communication("float16", overlap=delayed)
+        )
         assert isinstance(optimizer.rounds, LinkRounds)
         optimizer.rounds.shares = shares()
         while optimizer.global_step < WHOLE_STEPS:
@@ -381,7 +384,7 @@ def _swav_step_s(peers: Sequence[tuple[float, float]], steps: int) -> float:
     def train(swarm: cs.Swarm) -> float:
         weights = torch.nn.Parameter(torch.zeros(VALUES))
         inner = torch.optim.SGD([weights])
-        optimizer = swarm.optimizer(inner, target_batch_size=SWAV_BATCH, compression="float16")
+        optimizer = swarm.optimizer(inner, target_batch_size=SWAV_BATCH, communication="float16")
         while optimizer.global_step <= steps:
             weights.grad = torch.zeros(VALUES)
             optimizer.step(samples=32)

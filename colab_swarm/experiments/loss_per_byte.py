@@ -21,10 +21,11 @@ import math
 import os
 import statistics
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from pydoc_data import topics
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -35,7 +36,7 @@ from colab_swarm.events import Event, RoundFinished
 from colab_swarm.experiments.report import Lines, Report, draw, reports
 from colab_swarm.swarm.swarm import Swarm
 from colab_swarm.tensors.codecs import codec_of
-from colab_swarm.training.communication import HOME_BPS, WAYS, plan_communication
+from colab_swarm.training.communication import HOME_BPS, WAYS, Communication, plan_communication
 from colab_swarm.training.rounds import Rounds
 
 LOCAL_STEPS = 30
@@ -71,20 +72,18 @@ def wait_trainers(swarm: Swarm, part: Rounds, count: int) -> None:
         swarm.runtime.call(part.refresh())
 
 
-def ways(local_steps: int) -> dict[str, dict[str, Any]]:
-    local = {"local_steps": local_steps}
-    often = {"local_steps": max(local_steps // 10, 2)}
-    sparse = {"compression": "sparseloco"}
+def ways(local_steps: int) -> dict[str, Communication]:
+    often = Communication("sparseloco", local_steps=max(local_steps // 10, 2))
     return {
-        "float32": {},
-        "float16": {"compression": "float16"},
-        "int8": {"compression": "int8"},
-        "diloco": local,
-        "int8_diloco": {**local, "compression": "int8", "error_feedback": True},
-        "sparse": {**local, **sparse},
-        "overlap": {**local, **sparse, "overlap": True},
-        "often": {**often, **sparse},
-        "muon": {**often, **sparse},  # inside, see `inner`
+        "float32": Communication(),
+        "float16": Communication("float16"),
+        "int8": Communication("int8"),
+        "diloco": Communication(local_steps=local_steps),
+        "int8_diloco": Communication("int8", error_feedback=True, local_steps=local_steps),
+        "sparse": Communication("sparseloco", local_steps=local_steps),
+        "overlap": Communication("sparseloco", local_steps=local_steps, overlap=True),
+        "often": often,
+        "muon": often,  # inside, see `inner`
     }
 
 
@@ -192,8 +191,7 @@ class Outcome(NamedTuple):
 
 def train(way: str, size: Size, peers: int, seed: int, of: torch.Tensor | None = None) -> Outcome:
     """Train on the sources or, with an adapter only, on another text."""
-    options = ways(size.local_steps)[way]
-    local_steps = options.get("local_steps", 1)
+    communication = ways(size.local_steps)[way]
     micro = size.batch // peers
     device = "cuda" if torch.cuda.is_available() else "cpu"
     unseen = texts(0, VALIDATION, unseen=True, of=of).to(device)
@@ -206,7 +204,7 @@ def train(way: str, size: Size, peers: int, seed: int, of: torch.Tensor | None =
             inner(way, net, size.rate),
             target_batch_size=size.batch,
             batch_size=micro,
-            **options,
+            communication=communication,
         )
         wait_trainers(swarm, optimizer.rounds, peers)
         own = 1000 * int.from_bytes(swarm.id[:4], "big") + 10**15 * seed
@@ -224,7 +222,7 @@ def train(way: str, size: Size, peers: int, seed: int, of: torch.Tensor | None =
             loss.backward()  # type: ignore[no-untyped-call]
             optimizer.step(loss=loss.detach())
             batch += 1
-            steps = optimizer.global_step * local_steps
+            steps = optimizer.global_step * communication.local_steps
             if steps >= (len(curve) + 1) * size.steps / POINTS:
                 look()
         # without the own steps since the last round
@@ -249,7 +247,7 @@ def sent_bytes(events: Iterable[Event]) -> int:
     return sum(event.sent_bytes for event in events if isinstance(event, RoundFinished))
 
 
-def rest(options: dict[str, Any], numel: int, scale: int = 1) -> tuple[float, float]:
+def rest(communication: Communication, numel: int, scale: int = 1) -> tuple[float, float]:
     """Return the part of the time without computing, and the bytes that a peer sends a round."""
     numel = numel // scale
     step_s = STEP_S / scale
@@ -260,7 +258,7 @@ def rest(options: dict[str, Any], numel: int, scale: int = 1) -> tuple[float, fl
         torch.nn.init.zeros_(net.weight)
         sgd = torch.optim.SGD(net.parameters(), lr=1e-6)
         noise = np.random.default_rng(swarm.id[0])
-        optimizer = swarm.optimizer(sgd, target_batch_size=PEERS, **options)
+        optimizer = swarm.optimizer(sgd, target_batch_size=PEERS, communication=communication)
         wait_trainers(swarm, optimizer.rounds, PEERS)
         gradient = torch.from_numpy(noise.normal(size=numel).astype(np.float32))
         batches = 0
@@ -360,8 +358,8 @@ def report_waits(report: Report) -> None:
         waits, _ = rest(of[name], 350_000_000, scale)
         report.add(f"waits_350m_{name}", waits, "of the time", "" if name == "float32" else "<= 0.1 wanted")
     dense = of["int8_diloco"]
-    shown, _ = rest({**dense, "overlap": False}, 70_000_000, scale)
-    hidden, _ = rest({**dense, "overlap": True}, 70_000_000, scale)
+    shown, _ = rest(dense, 70_000_000, scale)
+    hidden, _ = rest(replace(dense, overlap=True), 70_000_000, scale)
     report.add("overlap_hidden", 1 - hidden / shown, "of a round", f"70 M, int8: waits {shown:.0%} without")
     _, lora_bytes = rest(of["sparse"], LORA)
     report.add("lora_round_kb", lora_bytes / 1000, "kB", "sent by a peer; <= 100 wanted")

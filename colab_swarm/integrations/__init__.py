@@ -6,7 +6,7 @@
 accelerate needs no module: ``accelerator.prepare(model, swarm.optimizer(optimizer, batch_size=…, …), loader)``.
 `SwarmOptimizer.next_batch` tells the samples of a smaller batch, or of several that are accumulated; `Swarm.batches`
 counts by itself, and gives each peer an order of its own. Instead of accelerate's ``LocalSGD`` pass
-``local_steps=8`` to `Swarm.optimizer`, and instead of ``accelerator.clip_grad_norm_`` ``max_grad_norm=1.0``.
+``communication="diloco"`` to `Swarm.optimizer`, and instead of ``accelerator.clip_grad_norm_`` ``max_grad_norm=1.0``.
 
 Adapters of peft train with ``model=get_peft_model(…)``: only they travel, and a peer with another base is refused.
 

@@ -307,9 +307,10 @@ def _result(closed: ClosedRound, moved_bytes: Sequence[int], seconds: float) -> 
 
 
 def _check_settings(settings: TrainingSettings) -> None:
-    how = "in a bucket, pass swarm.optimizer(…, local_steps=30, compression='sparseloco')"
+    how = "in a bucket, pass communication='sparseloco' to swarm.optimizer"
+    communication = settings.communication
     require(
-        settings.local_steps > 1,
-        f"local_steps={settings.local_steps}: {how}; each step would take several requests",
+        communication.local_steps > 1,
+        f"local_steps={communication.local_steps}: {how}; each step would take several requests",
     )
-    require(settings.compression != "adaptive", f"compression='adaptive' is for runs over links: {how}")
+    require(communication.compression != "adaptive", f"compression='adaptive' is for runs over links: {how}")

@@ -121,7 +121,7 @@ class Journal:
         until: Callable[[], float],
     ) -> None:
         self.bucket = bucket
-        self.codec = codec_of(settings.compression)
+        self.codec = codec_of(settings.communication.compression)
         self.numel = numel
         self.statements = Statements(bucket, settings.prefix, services.peers.role_by)
         self.listed_at = loop_now()  # when the last look had its list of objects

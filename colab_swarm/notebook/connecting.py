@@ -157,7 +157,7 @@ class Connection:
         panel = self.swarm.panel()
         widget = panel.widget()
         if widget is not None:
-            panel.in_form = True
+            panel.form = self._box
             views.append(widget)
         return views
 

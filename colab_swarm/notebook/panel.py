@@ -101,7 +101,7 @@ class Panel(Generic[S]):
         # some kernels call back on a thread beside the busy cell
         self._lock = threading.RLock()
         self._box: Any = None
-        self.in_form = False  # whether the form of `cs.connect` shows it
+        self.form: Any = None  # the box that shows it among others, until a training cell does
         self._beat: asyncio.TimerHandle | None = None
         self._clock_was = 0
         self._paused = False
@@ -169,6 +169,15 @@ class Panel(Generic[S]):
             with suppress(RuntimeError):
                 self._beat = asyncio.get_running_loop().call_later(BEAT_S, self._keep_clock)
         return self._box
+
+    def show_here(self) -> None:
+        """Display it under the running cell, and no longer in the form of `cs.connect`."""
+        from IPython.display import display
+
+        if self.form is not None:
+            self.form.children = tuple(child for child in self.form.children if child is not self._box)
+            self.form = None
+        display(self)  # type: ignore[no-untyped-call]
 
     def _keep_clock(self) -> None:
         """Start the browser's clock if it is switched on but stands still, as in a page that was loaded just now.

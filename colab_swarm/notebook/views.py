@@ -28,6 +28,7 @@ RELAYED = "relayed by "
 _ID_CHARS = 8
 MAX_NAME_CHARS = 40
 _REACHABLE = {True: "yes", False: "outgoing only", None: ""}
+OVER = ("left", "finished")
 _SOON_S = 1800.0  # the view warns this long before a session's end
 RECENT = 20  # rounds to choose from
 # durations of a round that can be drawn
@@ -47,7 +48,7 @@ def summary(snapshot: SwarmSnapshot) -> str:
             trainers = [peer for peer in snapshot.peers if peer.computes]
             peers = count(len(snapshot.peers), "peer")
             parts.append(f"{speed} from {len(trainers)} of {peers}")
-        if snapshot.state != "left":
+        if snapshot.state not in OVER:
             parts.append(f"{_collected(snapshot)} samples for the next step")
         loss = _loss(snapshot)
         if loss:
@@ -62,7 +63,7 @@ def draw(snapshot: SwarmSnapshot) -> theme.Document:
     _draw_notices(document, snapshot)
     _draw_loss(document, snapshot)
     document.figures(_figures(snapshot))
-    if snapshot.state != "left":
+    if snapshot.state not in OVER:
         _draw_next_step(document, snapshot)
     _draw_peers(document, snapshot)
     document.note(*reversed(snapshot.log), title="log, newest first")

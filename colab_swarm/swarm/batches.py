@@ -8,13 +8,10 @@ import torch
 from colab_swarm.errors import require
 from colab_swarm.net.peers import PeerId
 from colab_swarm.swarm.order import give_order, seed_of
-from colab_swarm.swarm.script import done_line
 from colab_swarm.tensors.samples import SampleCounter
 
 if TYPE_CHECKING:
-    from colab_swarm.notebook.panel import Panel
-    from colab_swarm.snapshot import SwarmSnapshot
-    from colab_swarm.swarm.script import ScriptLines
+    from colab_swarm.swarm.script import CellView, ScriptLines
     from colab_swarm.training.optimizer import SwarmOptimizer
 
 
@@ -42,28 +39,19 @@ class BatchReader:
         self._checkpoint.number_of(loader)
         self._device = optimizer.param_groups[0]["params"][0].device
 
-    def read(
-        self, max_steps: int, *, panel: "Panel[SwarmSnapshot] | None", lines: "ScriptLines"
-    ) -> Iterator[Any]:
-        """Yield batches until the swarm's step ``max_steps``. Without a panel, print ``lines``."""
+    def read(self, max_steps: int, *, shows: "ScriptLines | CellView") -> Iterator[Any]:
+        """Yield batches until the swarm's step ``max_steps``; ``shows`` tells the user how far it is."""
         optimizer = self._optimizer
-        if panel is None:
-            lines.on_begin(max_steps)
-        elif optimizer.global_step >= max_steps:
-            print(done_line(optimizer.global_step, max_steps))
-        # the form of cs.connect() shows it already
-        if panel is not None and not panel.in_form:
-            from IPython.display import display
-
-            display(panel)  # type: ignore[no-untyped-call]
+        optimizer.max_steps = max_steps
+        shows.on_begin(max_steps)
         passes = self._passes()
-        with optimizer.loop():
-            while not (optimizer.over or optimizer.global_step >= max_steps):
-                yield next(passes)
-                if panel is None:
-                    lines.on_batch(max_steps)
-        if panel is not None:
-            panel.refresh()
+        try:
+            with optimizer.loop():
+                while not (optimizer.over or optimizer.global_step >= max_steps):
+                    yield next(passes)
+                    shows.on_batch(max_steps)
+        finally:
+            shows.on_end(max_steps)
 
     def _passes(self) -> Iterator[Any]:
         counter = SampleCounter(self._loader, self._optimizer.settings.batch_size)

@@ -148,7 +148,7 @@ def _turn(*works: Callable[[], object]) -> int:
 
 def advice(alone_s: float, turns: "Sequence[Turn]", settings: TrainingSettings) -> list[tuple[str, str, str]]:
     """Compare a loop's turns with one alone: name, facts, and what to change, which is empty if all is well."""
-    due = Due.NOTHING if settings.local_steps == 1 else Due.LOCAL_STEP
+    due = Due.NOTHING if settings.communication.local_steps == 1 else Due.LOCAL_STEP
     usual = [turn for turn in turns if turn.due is due] or turns
     own_s = statistics.median(turn.own_s for turn in usual)
     step_s = statistics.median(turn.step_s for turn in usual)
@@ -174,9 +174,9 @@ def advice(alone_s: float, turns: "Sequence[Turn]", settings: TrainingSettings) 
         period_s = all_s / rounds
         copied = size((turns[-1].copied_bytes - turns[0].copied_bytes) / rounds)
         words = f"a round takes {round_s:,.2f} s of every {period_s:,.2f} s, and copies {copied} to and from devices"
-        steps = max(30, 2 * settings.local_steps)
-        fix = f"pass local_steps={steps} with compression='sparseloco' at all peers (see swarm.plan)"
-        if not settings.overlap:
+        steps = max(30, 2 * settings.communication.local_steps)
+        fix = f"pass cs.Communication('sparseloco', local_steps={steps}) at all peers (see swarm.plan)"
+        if not settings.communication.overlap:
             fix += ", or overlap=True"
         facts.append(("rounds", words, fix if round_s > _MOST_WAITS * period_s else ""))
     return facts

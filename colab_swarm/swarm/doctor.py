@@ -481,5 +481,5 @@ def check_bandwidth(uplink: Speed | None) -> Check:
     words = f"{upload} up, {download} down, round trip {uplink.rtt_s * 1e3:.0f} ms"
     if min(uplink.upload_bps, uplink.download_bps) >= _SLOW_BPS:
         return judge("bandwidth", words)
-    fix = "use a cable, end other transfers, and swarm.optimizer(…, compression='int8')"
+    fix = "use a cable, end other transfers, and swarm.optimizer(…, communication='int8')"
     return judge("bandwidth", f"{words}: slow", fix)

@@ -30,7 +30,7 @@ from colab_swarm.net.node import Node
 from colab_swarm.net.peers import PeerId, short
 from colab_swarm.runtime import Runner, on_loop
 from colab_swarm.snapshot import ContributionRow, PeerRow, SessionTime, SwarmSnapshot, describe
-from colab_swarm.training.communication import Communication
+from colab_swarm.training.communication import Communication, Plan
 from colab_swarm.training.records import AssistantRecord, ProgressRecord, read_participants
 from colab_swarm.training.settings import PeerServices
 from colab_swarm.trust.contributions import Contribution, Contributions
@@ -99,8 +99,8 @@ class Overview:
         self._events: tuple[Event, ...] = ()  # without steps and good rounds, which the figures show
         self.unsaid = deque[Event](maxlen=100)  # those that a script has not printed yet
         self._samples = defaultdict[str, float](float)  # of the rounds that this peer was in, by hex id
-        self.plan: Communication | str | None = None  # of the newest optimizer
-        self._silent: Waited | None = None  # the round waits for it
+        self.plan: Communication | Plan | str = ""  # of the newest optimizer
+        self.silent: Waited | None = None  # the round waits for it
         self._bottlenecks = set[Bottleneck]()  # of the averaging, each told once
         self._names: dict[str, str] = {}  # by short id
         self._leaderboard: Background[tuple[Contribution, ...]] | None = None
@@ -132,7 +132,7 @@ class Overview:
                 if not self._is_reported(event):
                     self._log(event)
             case Waited():
-                self._silent = event
+                self.silent = event
                 self._log(event)
             case _:
                 self._log(event)
@@ -146,7 +146,7 @@ class Overview:
         return False
 
     def _on_round(self, event: RoundFinished) -> None:
-        self._silent = None
+        self.silent = None
         # a member may have left when the panel shows the round, so its name is read now
         self.names()
         self._rounds = (*self._rounds[1 - MAX_ROUNDS :], event)
@@ -166,7 +166,7 @@ class Overview:
         print(sentence)
 
     def _awaited(self, now: float) -> str:
-        wait = self._silent
+        wait = self.silent
         if wait is None:
             return ""
         name = self._names.get(wait.peer[:8], f"peer-{wait.peer[:8]}")
@@ -231,7 +231,7 @@ class Overview:
         eta_s = view.seconds_to_batch(now)
         return replace(
             snapshot,
-            state="training",
+            state="finished" if trained.global_step >= trained.max_steps else "training",
             step=view.own.step,
             samples_per_s=view.pace.samples_per_s(now),
             compute_samples_per_s=view.samples_per_s(),
@@ -245,7 +245,7 @@ class Overview:
 
     def _forecast(self) -> str:
         """Return the planned round and the usual one of the last, in words; empty without a plan."""
-        if not isinstance(self.plan, Communication) or not self._rounds:
+        if not isinstance(self.plan, Plan) or not self._rounds:
             return ""
         sent_bytes = statistics.median(finished.sent_bytes for finished in self._rounds)
         seconds = statistics.median(finished.seconds for finished in self._rounds)

@@ -1,8 +1,8 @@
-"""What a script prints in place of a panel: a line for each event, and for each step or every so many."""
+"""What a training loop shows: in a script lines of events and steps, in a notebook one line above the panel."""
 
 import time
-from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
 
 from colab_swarm.errors import require
 from colab_swarm.events import Event, Notice, PeerJoined, PeerLeft, Waited
@@ -11,11 +11,15 @@ from colab_swarm.net.peers import PeerId
 from colab_swarm.snapshot import describe
 
 if TYPE_CHECKING:
+    from colab_swarm.notebook.panel import Panel
+    from colab_swarm.snapshot import SwarmSnapshot
     from colab_swarm.swarm.overview import Overview
     from colab_swarm.training.optimizer import SwarmOptimizer
 
 LOOK_EVERY_S = 0.25
 _LONG_WAIT_S = 1.0  # shorter waits belong to every round
+_VERY_LONG_WAIT_S = 10.0  # after which a wait that goes on has a line
+_LINE_EVERY_S = 1.0
 
 
 class Attendance:
@@ -45,21 +49,30 @@ class ScriptLines:
     """Prints the lines on the user's thread: after each batch, and while that thread waits for a round.
 
     ``overview`` has the log of this peer; None in a simulation, which prints steps only, with the peer's ``name``.
-    ``every``: steps from one step's line to the next.
+    ``every_s``: least seconds from one step's line to the next, by the clock ``now``.
     """
 
     def __init__(
-        self, optimizer: "SwarmOptimizer", overview: "Overview | None", *, name: str, every: int
+        self,
+        optimizer: "SwarmOptimizer",
+        overview: "Overview | None",
+        now: Callable[[], float],
+        *,
+        name: str,
+        every_s: float,
     ) -> None:
-        text = f"log_every={every!r}: pass a number of steps, such as 10"
-        require(isinstance(every, int) and every >= 1, text)
+        text = f"log_every_s={every_s!r}: pass seconds, such as 10"
+        require(isinstance(every_s, int | float) and every_s >= 0, text)
         self._optimizer = optimizer
         self._overview = overview
+        self._now = now
         self._prefix = f"{name}: " if overview is None else ""
-        self._every = every
+        self._every_s = every_s
         self._attendance = Attendance()
         self._printed_step = optimizer.global_step
+        self._printed_at = float("-inf")
         self._looked_at = float("-inf")
+        self._told: Waited | None = None  # the long wait that has its line
 
     def tick(self) -> None:
         """Print the lines of events, at most four times a second."""
@@ -79,6 +92,14 @@ class ScriptLines:
         there = {peer: record.name for peer, record in view.there.items() if peer != view.me}
         for line in self._attendance.look(there):
             _say(line)
+        wait = self._overview.silent
+        if (
+            wait is not None
+            and wait is not self._told
+            and self._now() - wait.at + wait.seconds > _VERY_LONG_WAIT_S
+        ):
+            self._told = wait
+            _say(f"waiting for {names.get(wait.peer[:8], wait.peer[:8])} still: {wait.what}")
 
     def on_begin(self, max_steps: int) -> None:
         """Say so if the swarm has done all steps already."""
@@ -90,12 +111,57 @@ class ScriptLines:
         """Print what happened, and the step's line if one is due."""
         self.tick()
         step = self._optimizer.global_step
-        # a peer that catches up takes several steps at once
-        is_due = step // self._every > self._printed_step // self._every
+        now = self._now()
+        is_due = step > self._printed_step and now - self._printed_at >= self._every_s
         is_last = step >= max_steps > self._printed_step
         if is_due or is_last:
+            self._printed_step = step
+            self._printed_at = now
             print(self._prefix + _step_line(self._optimizer, step, max_steps), flush=True)
-        self._printed_step = step
+
+    def on_end(self, max_steps: int) -> None:
+        pass
+
+
+class CellView:
+    """One line and the panel under a training cell.
+
+    The line is text, which the notebook saves: after a reload it stays, while the panel, a widget, is gone until the
+    cell ends, because only then can the kernel answer the page.
+    """
+
+    def __init__(self, optimizer: "SwarmOptimizer", panel: "Panel[SwarmSnapshot]", *, run: str) -> None:
+        self._optimizer = optimizer
+        self._panel = panel
+        self._elsewhere = f"in a terminal: colab-swarm status {run} --watch"
+        self._handle: Any = None
+        self._shown_at = float("-inf")
+
+    def on_begin(self, max_steps: int) -> None:
+        from IPython.display import display
+
+        line = {"text/plain": self._line(max_steps)}
+        self._handle = display(line, raw=True, display_id=True)  # type: ignore[no-untyped-call]
+        self._panel.show_here()
+
+    def on_batch(self, max_steps: int) -> None:
+        now = time.monotonic()
+        if now - self._shown_at >= _LINE_EVERY_S:
+            self._shown_at = now
+            self._handle.update({"text/plain": self._line(max_steps)}, raw=True)
+
+    def on_end(self, max_steps: int) -> None:
+        step = self._optimizer.global_step
+        end = "stopped: run the cell again to go on"
+        if step >= max_steps:
+            end = done_line(step, max_steps)
+        line = f"{_step_line(self._optimizer, step, max_steps)}; {end}"
+        self._handle.update({"text/plain": line}, raw=True)
+        self._panel.refresh()
+
+    def _line(self, max_steps: int) -> str:
+        line = _step_line(self._optimizer, self._optimizer.global_step, max_steps)
+        return f"{line}, at {time.strftime('%H:%M:%S')}; {self._elsewhere}"
 
 
 def done_line(step: int, max_steps: int) -> str:

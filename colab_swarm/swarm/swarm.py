@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Unpack
+from typing import TYPE_CHECKING, Any, Unpack
 
 from colab_swarm.elastic.steps import ElasticSettings, ElasticSnapshot
 from colab_swarm.errors import JoinError, require
@@ -28,7 +28,7 @@ from colab_swarm.swarm.logbook import Logbook
 from colab_swarm.swarm.network import NetworkSession, close
 from colab_swarm.swarm.overview import Overview
 from colab_swarm.training.assistant import Assistant
-from colab_swarm.training.communication import Communication, plan_communication
+from colab_swarm.training.communication import Communication, Plan, plan_communication
 from colab_swarm.training.settings import PeerServices, TrainingSettings, settings_for, spell_out
 from colab_swarm.trust.contributions import Leaderboard
 
@@ -196,7 +196,7 @@ class Swarm(contextlib.AbstractContextManager["Swarm"]):
         scheduler: "LRScheduler | None" = None,
         max_grad_norm: float | None = None,
         name: str = "model",
-        communication: 'Communication | Literal["auto"] | None' = None,
+        communication: Communication | Plan | str = "synchronous",
         **options: Any,
     ) -> "SwarmOptimizer":
         """Wrap ``optimizer`` so that the whole swarm steps it together: see `SwarmOptimizer`.
@@ -212,15 +212,17 @@ class Swarm(contextlib.AbstractContextManager["Swarm"]):
             scheduler: of ``optimizer``, stepped once per global step, a plateau with the swarm's loss; by nothing else.
             max_grad_norm: clip the averaged gradient to this norm.
             name: distinguishes several models of one run.
-            communication: a `plan`, or "auto": as the others of this model do. The panel shows forecast and fact.
-            **options: see `TrainingSettings`. All peers use the same, except for ``overlap``.
+            communication: how the peers exchange what they compute: "auto", as the others of this model do; a preset:
+                "synchronous", "float16", "int8", "diloco", "sparseloco"; a `Communication`; or a `plan`, whose
+                forecast the panel compares with the fact.
+            **options: see `TrainingSettings`.
 
         Raises:
             ValueError, TypeError: a setting is not usable.
             MismatchError: the swarm trains another model, or with other settings; the text has both values.
             StateError: a swarm trains this model already, but no peer could send its state.
         """
-        from colab_swarm.mailbox import options_for, rounds_for
+        from colab_swarm.mailbox import communication_for, rounds_for
         from colab_swarm.training.optimizer import SwarmOptimizer
         from colab_swarm.training.replica import UpdateRule
         from colab_swarm.training.state import CheckpointFolder
@@ -228,11 +230,12 @@ class Swarm(contextlib.AbstractContextManager["Swarm"]):
         self._check(worker=True)
         prefix = f"{self.run_id}/{name}"
         self._overview.plan = communication
-        merged = {**options_for(communication, self.runtime, self.services, prefix), **options}
-        settings = settings_for(self.optimizer, TrainingSettings, prefix, target_batch_size, **merged)
-        is_local = settings.local_steps != 1
+        options["communication"] = communication_for(communication, self.runtime, self.services, prefix)
+        settings = settings_for(self.optimizer, TrainingSettings, prefix, target_batch_size, **options)
+        chosen = settings.communication
+        is_local = chosen.local_steps != 1
         rule = UpdateRule(
-            optimizer, scheduler, max_grad_norm, settings.overlap, is_local, model, settings.is_sparse_local
+            optimizer, scheduler, max_grad_norm, chosen.overlap, is_local, model, chosen.is_sparse_local
         )
         folder = None
         if self.network is not None and self.network.store is not None:
@@ -249,7 +252,7 @@ class Swarm(contextlib.AbstractContextManager["Swarm"]):
 
     def plan(
         self, model: "nn.Module | int", *, step_s: float, peers: int = 0, gb_per_hour: float | None = None
-    ) -> Communication:
+    ) -> Plan:
         """Forecast ways to communicate by the measured line, and choose one: ``communication=`` of `optimizer`.
 
         Its *worth* counts synchronous steps for about the same loss, as measured with a small model.
@@ -276,7 +279,7 @@ class Swarm(contextlib.AbstractContextManager["Swarm"]):
         )
 
     def batches(
-        self, loader: Iterable[Any], optimizer: "SwarmOptimizer", *, max_steps: int, log_every: int = 1
+        self, loader: Iterable[Any], optimizer: "SwarmOptimizer", *, max_steps: int, log_every_s: float = 5.0
     ) -> Iterator[Any]:
         """Yield batches for a training loop, on the model's device, until the swarm's step ``max_steps``.
 
@@ -284,23 +287,21 @@ class Swarm(contextlib.AbstractContextManager["Swarm"]):
         restart. Several loaders have a position each, by their order of first use.
 
         ``optimizer.step()`` counts the samples of the batches since the last step; where the parts of one disagree,
-        pass ``samples=``. The panel stays live; without a front-end a line is printed for each event, and each
-        ``log_every`` steps. The session's end hands samples over.
+        pass ``samples=``. In a notebook a line and the panel show the progress under the cell; elsewhere a line is
+        printed for each event, and for a step each ``log_every_s`` seconds. The session's end hands samples over.
 
         Raises ValueError if the loader gives no batch, RuntimeError if the optimizer has left or was replaced.
         """
         from colab_swarm.swarm.batches import BatchReader
-        from colab_swarm.swarm.script import ScriptLines
+        from colab_swarm.swarm.script import CellView, ScriptLines
 
-        overview = None if self.network is None else self._overview
-        lines = ScriptLines(optimizer, overview, name=self.name, every=log_every)
-        panel = None
-        if overview is not None and has_frontend():
-            panel = self.panel()
-        else:
-            self.runtime.while_waiting(lines.tick)
         reader = BatchReader(loader, optimizer, peer=self.id, warn=self._overview.warn)
-        return reader.read(max_steps, panel=panel, lines=lines)
+        overview = None if self.network is None else self._overview
+        lines = ScriptLines(optimizer, overview, self.runtime.time, name=self.name, every_s=log_every_s)
+        if overview is not None and has_frontend():
+            return reader.read(max_steps, shows=CellView(optimizer, self.panel(), run=self.run))
+        self.runtime.while_waiting(lines.tick)
+        return reader.read(max_steps, shows=lines)
 
     def elastic_optimizer(
         self, optimizer: "Optimizer", *, peers: int, name: str = "model", **options: Any

@@ -53,9 +53,9 @@ def agreement_of(
         "max_grad_norm": f"{rule.max_grad_norm:g}" if rule.max_grad_norm else "",
         "target_batch_size": f"{settings.target_batch_size:g}",
         "weight_unit": settings.weight_unit,
-        "local_steps": f"{settings.local_steps}" if rule.local else "",
-        "compression": settings.compression,
-        "mean_compression": settings.mean_compression,
+        "local_steps": f"{settings.communication.local_steps}" if rule.local else "",
+        "compression": settings.communication.compression,
+        "mean_compression": settings.communication.mean_compression,
     }
     return tuple((name, value) for name, value in values.items() if value)
 

@@ -1,4 +1,4 @@
-"""How the peers of a run should communicate: forecasts of a few ways, and the choice. Pure.
+"""How the peers of a run exchange what they compute; and the plan: forecasts of a few ways, and the choice. Pure.
 
 A round is forecast by the linear program of its shares (`plan_round`), as among peers that are all like this one. How
 many steps of a way are worth one of synchronous training is measured: see `colab_swarm.experiments.loss_per_byte`.
@@ -7,13 +7,15 @@ many steps of a way are worth one of synchronous training is measured: see `cola
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from colab_swarm.averaging.group import RoundTerms, Ticket
 from colab_swarm.averaging.strategy import encoded_bytes, mean_bytes, plan_round
 from colab_swarm.errors import require
+from colab_swarm.markup import settings
 from colab_swarm.net.peers import PeerId
-from colab_swarm.tensors.codecs import mean_codec_for
+from colab_swarm.tensors.codecs import Precision, mean_codec_for
+from colab_swarm.tensors.sparse import Sparse
 from colab_swarm.training.records import Agreement, ProgressRecord
 
 if TYPE_CHECKING:
@@ -28,15 +30,100 @@ _MOST_WAITS = 0.5  # of the time, without advice
 ENOUGH = 0.95  # of the best progress; the first way that makes it is chosen
 HOME_BPS = 20e6, 100e6  # upload and download where nothing is measured
 
-_SPARSE = {"overlap": True, "compression": "sparseloco"}
-_INT8 = {"overlap": True, "compression": "int8", "error_feedback": True}
-WAYS: dict[str, dict[str, Any]] = {
-    "each step, float32": {},
-    "each step, float16": {"compression": "float16"},
-    "each step, int8": {"compression": "int8"},
-    f"each {_OFTEN} steps, sparseloco": {**_SPARSE, "local_steps": _OFTEN},
-    f"each {LOCAL_STEPS} steps, sparseloco": {**_SPARSE, "local_steps": LOCAL_STEPS},
-    f"each {LOCAL_STEPS} steps, int8": {**_INT8, "local_steps": LOCAL_STEPS},
+MOST_LOCAL_STEPS = 1000
+
+
+@dataclass(frozen=True)
+class Communication:
+    """How the peers of a run exchange what they compute: ``communication=`` of `Swarm.optimizer`.
+
+    All peers of a model use the same, but for ``overlap``. `PRESETS` have names.
+
+    Attributes:
+        compression: of gradients on the wire: float32, float16, bfloat16, int8, adaptive (int8;
+            small tensors float16), onebit, sparseloco (2 bits of the largest 1 in 64), or topk and a share, as in
+            topk:0.01.
+        mean_compression: of averaged gradients; by default the same, but float16 from onebit on, because a mean
+            has no error feedback. With sparseloco and topk its zeros are not sent, where that is less.
+        error_feedback: add what compression cut off a gradient to the next one; costs two vectors of memory. None:
+            where the model would be worse without it, for onebit, sparseloco and topk.
+        overlap: average, and take the optimizer's step on copies, while this peer computes on. Updates come exactly
+            one round late (DeDLOC, section 3.2; ZeRO-Offload). With local steps the model goes on from the round's
+            result as soon as it is there, and keeps the steps since its begin.
+        local_steps: steps of ``target_batch_size`` samples that every peer takes alone before the swarm averages the
+            resulting parameters (DiLoCo), for as many times less traffic.
+            With sparseloco or topk as compression: SparseLoCo (arXiv 2508.15706), whose error feedback decays and is
+            the outer momentum; a contribution has 146 times fewer bytes than float32.
+
+    Raises:
+        ValueError: a value is not usable, or two do not go together.
+    """
+
+    compression: str = "float32"
+    mean_compression: str = ""
+    error_feedback: bool | None = None
+    overlap: bool = False
+    local_steps: int = 1
+
+    def __post_init__(self) -> None:
+        if not self.mean_compression:
+            object.__setattr__(self, "mean_compression", mean_codec_for(self.compression))
+        # Raises ValueError for an unknown codec.
+        Precision(self.mean_compression)
+        steps = self.local_steps
+        text = f"local_steps={steps!r}: pass 1 to {MOST_LOCAL_STEPS}"
+        require(isinstance(steps, int) and 1 <= steps <= MOST_LOCAL_STEPS, text)
+        is_biased = mean_codec_for(self.compression) != self.compression
+        if self.error_feedback is None:
+            object.__setattr__(self, "error_feedback", is_biased)
+        text = f"compression={self.compression!r} trains a worse model without error_feedback: leave it out"
+        require(self.error_feedback or not is_biased, text)
+        text = "error_feedback=True: float32 cuts nothing off, so it would only cost memory"
+        require(not (self.error_feedback and self.compression == "float32"), text)
+
+    @classmethod
+    def of(cls, wish: "Communication | Plan | str") -> "Communication":
+        """Return what a user asks for: a communication, a plan's choice, or a preset by its name."""
+        if isinstance(wish, Plan):
+            return wish.chosen.communication
+        if isinstance(wish, cls):
+            return wish
+        names = ", ".join(repr(name) for name in PRESETS)
+        text = (
+            f"communication={wish!r:.40}: pass 'auto', one of {names}, cs.Communication(…), or "
+            "swarm.plan(model, step_s=…)"
+        )
+        if not isinstance(wish, str) or wish not in PRESETS:
+            raise ValueError(text)
+        return PRESETS[wish]
+
+    @property
+    def is_sparse_local(self) -> bool:
+        """True for SparseLoCo: error feedback with decay in place of an outer momentum (arXiv 2508.15706)."""
+        return self.local_steps != 1 and isinstance(Precision(self.compression).widest, Sparse)
+
+    def __repr__(self) -> str:
+        return settings(self)
+
+
+SYNCHRONOUS = Communication()
+PRESETS = {
+    "synchronous": SYNCHRONOUS,
+    "float16": Communication("float16"),
+    "int8": Communication("int8"),
+    "diloco": Communication(local_steps=LOCAL_STEPS, overlap=True),
+    "sparseloco": Communication("sparseloco", local_steps=LOCAL_STEPS, overlap=True),
+}
+"""A round at each step of the swarm, in 32, 16 or 8 bits; or each peer takes 30 steps alone (DiLoCo, SparseLoCo)."""
+WAYS = {
+    "each step, float32": SYNCHRONOUS,
+    "each step, float16": PRESETS["float16"],
+    "each step, int8": PRESETS["int8"],
+    f"each {_OFTEN} steps, sparseloco": Communication("sparseloco", local_steps=_OFTEN, overlap=True),
+    f"each {LOCAL_STEPS} steps, sparseloco": PRESETS["sparseloco"],
+    f"each {LOCAL_STEPS} steps, int8": Communication(
+        "int8", error_feedback=True, local_steps=LOCAL_STEPS, overlap=True
+    ),
 }
 _WORTH = dict(zip(WAYS, (1.0, 1.0, 1.0, 0.85, 0.5, 0.3), strict=True))
 """Of a step, in synchronous float32 steps for the same loss; after 600 steps of a small model."""
@@ -44,10 +131,10 @@ _WORTH = dict(zip(WAYS, (1.0, 1.0, 1.0, 0.85, 0.5, 0.3), strict=True))
 
 @dataclass(frozen=True)
 class Forecast:
-    """Of one way to communicate; ``options`` are for `Swarm.optimizer`."""
+    """Of one way to communicate."""
 
     name: str
-    options: dict[str, Any]
+    communication: Communication
     round_s: float
     sent_bytes: float  # by a peer in a round
     waits: float  # part of the time in which a peer does not compute
@@ -57,20 +144,16 @@ class Forecast:
     @property
     def mb_per_hour(self) -> float:
         """Sent, and about as much received."""
-        return self.sent_bytes * self.steps_per_hour / float(self.options.get("local_steps", 1)) / 1e6
+        return self.sent_bytes * self.steps_per_hour / self.communication.local_steps / 1e6
 
 
 @dataclass(frozen=True)
-class Communication:
-    """All forecasts, which one is ``chosen``, and ``why``. ``options`` are for `Swarm.optimizer`, at all peers."""
+class Plan:
+    """All forecasts, which one is ``chosen``, and ``why``: ``communication=`` of `Swarm.optimizer`, at all peers."""
 
     forecasts: tuple[Forecast, ...]
     chosen: Forecast
     why: str
-
-    @property
-    def options(self) -> dict[str, Any]:
-        return dict(self.chosen.options)
 
     def __repr__(self) -> str:
         rows = [("a round", "seconds", "MB an hour", "waits", "steps an hour", "worth")]
@@ -105,7 +188,7 @@ def plan_communication(
     *,
     in_bucket: bool = False,
     gb_per_hour: float | None = None,
-) -> Communication:
+) -> Plan:
     """Forecast the ways for a model, or a number of trained values, and choose the way of most progress.
 
     Args:
@@ -123,24 +206,24 @@ def plan_communication(
     most_mb = math.inf if gb_per_hour is None else 1000 * gb_per_hour
     line = (line_bps[0] or HOME_BPS[0], line_bps[1] or HOME_BPS[1])
     forecasts: list[Forecast] = []
-    for name, options in WAYS.items():
-        codec = options.get("compression", "float32")
+    for name, way in WAYS.items():
+        codec = way.compression
         if not in_bucket:
             round_s, sent_bytes = _over_links(codec, numel, peers, line)
-        elif "local_steps" in options:
+        elif way.local_steps > 1:
             sent_bytes = float(encoded_bytes(codec, numel))
             round_s = _BUCKET_S + 8 * sent_bytes / line[0] + 8 * peers * sent_bytes / line[1]
         else:
             # A bucket is too slow for a round at each step.
             continue
-        forecasts.append(_forecast(name, options, step_s, round_s, sent_bytes))
+        forecasts.append(_forecast(name, way, step_s, round_s, sent_bytes))
     allowed = [forecast for forecast in forecasts if forecast.mb_per_hour <= most_mb]
     if allowed:
         enough = ENOUGH * max(forecast.worth_per_hour for forecast in allowed)
         chosen = next(forecast for forecast in allowed if forecast.worth_per_hour >= enough)
     else:
         chosen = min(forecasts, key=lambda forecast: forecast.mb_per_hour)
-    return Communication(tuple(forecasts), chosen, _why(forecasts, chosen, most_mb))
+    return Plan(tuple(forecasts), chosen, _why(forecasts, chosen, most_mb))
 
 
 def elected_agreement(records: Mapping[PeerId, ProgressRecord]) -> Agreement:
@@ -152,23 +235,16 @@ def elected_agreement(records: Mapping[PeerId, ProgressRecord]) -> Agreement:
     return max(sorted(set(agreements)), key=agreements.count, default=())
 
 
-def options_by(agreement: Agreement) -> dict[str, Any]:
-    """Return the options for `Swarm.optimizer` that communicate as the peers have agreed."""
-    require(
-        agreement,
-        "nobody trains this model yet, so there is nothing to adopt: pass communication=swarm.plan(model, step_s=…)",
-    )
+def communication_by(agreement: Agreement) -> Communication:
+    """Return how the peers have agreed to communicate."""
     agreed = dict(agreement)
-    options: dict[str, Any] = {}
-    for name in ("compression", "mean_compression"):
-        if name in agreed:
-            options[name] = agreed[name]
-    if agreed.get("local_steps", "").isdecimal():
-        exact = options.get("compression", "float32") in ("float32", "float16", "bfloat16")
-        options["local_steps"] = int(agreed["local_steps"])
-        options["overlap"] = True
-        options["error_feedback"] = not exact
-    return options
+    compression = agreed.get("compression", "float32")
+    mean_compression = agreed.get("mean_compression", "")
+    local_steps = agreed.get("local_steps", "")
+    if not local_steps.isdecimal():
+        return Communication(compression, mean_compression)
+    is_exact = compression in ("float32", "float16", "bfloat16")
+    return Communication(compression, mean_compression, not is_exact, True, int(local_steps))
 
 
 def _over_links(codec: str, numel: int, peers: int, line: Sequence[float]) -> tuple[float, float]:
@@ -182,15 +258,14 @@ def _over_links(codec: str, numel: int, peers: int, line: Sequence[float]) -> tu
     return round_s, others * (encoded_bytes(codec, numel) + mean_bytes(terms, peers))
 
 
-def _forecast(name: str, options: dict[str, Any], step_s: float, round_s: float, sent: float) -> Forecast:
-    local_steps = options.get("local_steps", 1)
-    computed_s = step_s * local_steps
+def _forecast(name: str, way: Communication, step_s: float, round_s: float, sent: float) -> Forecast:
+    computed_s = step_s * way.local_steps
     period_s = computed_s + round_s
-    if options.get("overlap"):
+    if way.overlap:
         period_s = max(computed_s, round_s)
-    steps_per_hour = 3600 * local_steps / period_s
+    steps_per_hour = 3600 * way.local_steps / period_s
     waits = 1 - computed_s / period_s
-    return Forecast(name, options, round_s, sent, waits, steps_per_hour, _WORTH[name] * steps_per_hour)
+    return Forecast(name, way, round_s, sent, waits, steps_per_hour, _WORTH[name] * steps_per_hour)
 
 
 def _why(forecasts: Sequence[Forecast], chosen: Forecast, most_mb: float) -> str:

@@ -64,7 +64,7 @@ class LinkRounds(Rounds):
         super().__init__(services, settings, own, model)
         self._bandwidth = LinkBandwidth(services.peers)
         self.shares = AdaptiveShares()  # what plans the spans of each group; an experiment sets another
-        codecs = settings.compression, settings.mean_compression
+        codecs = settings.communication.compression, settings.communication.mean_compression
         terms = RoundTerms(settings.prefix, 0, b"", model.numel, model.schema, *codecs)
         formation = FormationSettings(
             terms, self.view.round_samples, self._planned, agree=self.comparison.agree

@@ -8,6 +8,7 @@ minutes, or less often where that takes long, and once more after an interrupt a
 """
 
 import logging
+import math
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -84,7 +85,7 @@ class SwarmOptimizer(WrappedOptimizer):
         self._gathered = Gradients(
             self._replica,
             services.averager.holds,
-            error_feedback=settings.error_feedback,
+            error_feedback=bool(settings.communication.error_feedback),
             device_memory=settings.device_memory,
         )
         frozen_base = ""
@@ -103,6 +104,7 @@ class SwarmOptimizer(WrappedOptimizer):
         self._replaced = False  # by a later one of the same name
         self._lock = threading.RLock()  # held by the trainer's calls, and to close
         self.closed = threading.Event()
+        self.max_steps = math.inf  # global step at which the loop of `Swarm.batches` ends
         self._why = "this optimizer has left its swarm: make a new one with swarm.optimizer(…)"
         self._hand_over_s: float | None = None  # set: finish the call, hand over, close
         self.checkpoint = TrainerCheckpoint(self._replica, self._gathered)

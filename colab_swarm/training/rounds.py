@@ -105,12 +105,12 @@ class Rounds(ABC):
         self.services = services
         self.settings = settings
         self.model = model
-        round_samples = settings.target_batch_size * settings.local_steps
+        round_samples = settings.target_batch_size * settings.communication.local_steps
         self.view = SwarmView(services.peers.id, own, settings.prefix, round_samples=round_samples)
         self.share = Share()
         self.until = math.inf
         traffic = _DRIFT_TRAFFIC
-        if settings.compression == "float32":
+        if settings.communication.compression == "float32":
             traffic = _FLOAT32_DRIFT_TRAFFIC
         drift_bytes = _STATE_BYTES * model.numel / traffic
         self.comparison = Comparison(self.view, model.tolerance, services.events, drift_bytes=drift_bytes)

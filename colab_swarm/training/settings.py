@@ -19,17 +19,15 @@ from colab_swarm.dht.service import RunServices
 from colab_swarm.errors import SampleCountError, WeightError, require
 from colab_swarm.net.node import Node
 from colab_swarm.net.traffic import REMEMBERED_RATES
-from colab_swarm.tensors.codecs import Floats, Precision, mean_codec_for
-from colab_swarm.tensors.sparse import Sparse
+from colab_swarm.tensors.codecs import Floats
 from colab_swarm.tensors.vector import HostVector, Vector
+from colab_swarm.training.communication import SYNCHRONOUS, Communication
 from colab_swarm.training.records import MOST_MIN_PEERS
 
 if TYPE_CHECKING:
     from colab_swarm.averaging.round import Averager
 
 T = TypeVar("T")
-
-_MAX_LOCAL_STEPS = 1000
 
 
 def most_state_bytes(numel: int) -> int:
@@ -138,20 +136,7 @@ class TrainingSettings:
             `Swarm.batches` or a framework gives, else of each ``step()``. A batch with fewer rows counts its rows, once
             one had as many.
         weight_unit: what ``step(weight=…)`` counts, such as "target tokens", where the mean is not by samples.
-        compression: of gradients on the wire: float32, float16, bfloat16, int8, adaptive (int8;
-            small tensors float16), onebit, sparseloco (2 bits of the largest 1 in 64), or topk and a share, as in
-            topk:0.01. Warning: onebit, sparseloco and topk are biased without ``error_feedback``, and train a
-            worse model.
-        mean_compression: of averaged gradients; by default the same, but float16 from onebit on, because a mean
-            has no error feedback. With sparseloco and topk its zeros are not sent, where that is less.
-        error_feedback: add what compression cut off a gradient to the next one; costs two vectors of memory.
-        overlap: average, and take the optimizer's step on copies, while this peer computes on. Updates come exactly
-            one round late (DeDLOC, section 3.2; ZeRO-Offload). With local steps the model goes on from the round's
-            result as soon as it is there, and keeps the steps since its begin.
-        local_steps: steps of ``target_batch_size`` samples that every peer takes alone before the swarm averages the
-            resulting parameters (DiLoCo), for as many times less traffic.
-            With sparseloco or topk as compression: SparseLoCo (arXiv 2508.15706), whose error feedback decays and is
-            the outer momentum; a contribution has 146 times fewer bytes than float32.
+        communication: how the peers exchange what they compute.
         device_memory: bytes of the GPUs' memory that the swarm may use beside your own loop; None: what is free. With
             0 gradients are summed in main memory, and each one is copied there.
         min_peers: the first ``step()`` waits until so many peers train, this one included; later it waits for
@@ -162,11 +147,7 @@ class TrainingSettings:
     target_batch_size: float  # samples of all peers together for one global step
     batch_size: float | None = None
     weight_unit: str = "samples"
-    compression: str = "float32"
-    mean_compression: str = ""
-    error_feedback: bool = False
-    overlap: bool = False
-    local_steps: int = 1
+    communication: Communication = SYNCHRONOUS
     min_peers: int | None = None
     device_memory: float | None = None
 
@@ -175,27 +156,12 @@ class TrainingSettings:
         text = f"target_batch_size={size!r}: pass the samples per global step, such as 4096"
         require(isinstance(size, Real) and size > 0, text)
         object.__setattr__(self, "target_batch_size", float(size))
-        if not self.mean_compression:
-            object.__setattr__(self, "mean_compression", mean_codec_for(self.compression))
-        for codec in (self.compression, self.mean_compression):
-            # Raises ValueError for an unknown codec.
-            Precision(codec)
         memory = self.device_memory
         text = f"device_memory={memory!r}: pass bytes, such as 2e9, or 0"
         require(memory is None or (isinstance(memory, int | float) and memory >= 0), text)
-        steps = self.local_steps
-        text = f"local_steps={steps!r}: pass 1 to {_MAX_LOCAL_STEPS}"
-        require(isinstance(steps, int) and 1 <= steps <= _MAX_LOCAL_STEPS, text)
         least = self.min_peers
         text = f"min_peers={least!r}: pass how many peers must train before the first step, 1 to {MOST_MIN_PEERS}"
         require(least is None or (isinstance(least, int) and 1 <= least <= MOST_MIN_PEERS), text)
-        if self.is_sparse_local:
-            object.__setattr__(self, "error_feedback", True)
-
-    @property
-    def is_sparse_local(self) -> bool:
-        """True for SparseLoCo: error feedback with decay in place of an outer momentum (arXiv 2508.15706)."""
-        return self.local_steps != 1 and isinstance(Precision(self.compression).widest, Sparse)
 
     def counted(self, samples: float | None, weight: float | None) -> tuple[float, float]:
         """Return the samples of a micro-batch and the weight of its gradient.
@@ -228,8 +194,9 @@ def spell_out(settings: Callable[..., Any]) -> Callable[[T], T]:
 
     def spelled(method: Any) -> Any:
         *parameters, _ = inspect.signature(method).parameters.values()
+        named = [parameter.name for parameter in parameters]
         for option in inspect.signature(settings).parameters.values():
-            if option.default is not option.empty:
+            if option.default is not option.empty and option.name not in named:
                 parameters.append(option.replace(kind=option.KEYWORD_ONLY))
 
         @functools.wraps(method)
@@ -251,6 +218,11 @@ def settings_for(call: Callable[..., Any], settings: Callable[..., T], *values: 
     """Return ``settings(*values, **options)``; raise TypeError if the user's ``call`` has no such option."""
     known = [*inspect.signature(settings).parameters][len(values) :]
     for option in options.keys() - set(known):
+        require(
+            option not in inspect.signature(Communication).parameters or call.__name__ != "optimizer",
+            f"{option}= is part of communication=: pass communication=cs.Communication({option}={options[option]!r})",
+            TypeError,
+        )
         similar = get_close_matches(option, [*known, *inspect.signature(call).parameters], n=1)
         raise TypeError(
             f"swarm.{call.__name__}(…) has no option '{option}'; it has {', '.join(similar or known)}"

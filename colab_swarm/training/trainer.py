@@ -235,7 +235,7 @@ class Trainer:
 
     def _is_local_step_due(self) -> bool:
         share = self._rounds.share
-        steps = self._rounds.settings.local_steps
+        steps = self._rounds.settings.communication.local_steps
         return share.granted > 0 and share.counted * steps >= (self._local_steps + 1) * share.granted
 
     # A round.

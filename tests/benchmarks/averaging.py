@@ -15,6 +15,7 @@ import msgspec
 import numpy as np
 import torch
 
+import colab_swarm as cs
 from colab_swarm.averaging.group import Group, GroupMember, RoundTerms
 from colab_swarm.averaging.moshpit import MoshpitAverager
 from colab_swarm.averaging.round import Averager
@@ -173,7 +174,7 @@ def make_full_steps(parent: Channel, mode: str, numel: int, peers: int, *invites
 
     async def begin() -> LinkRounds:
         own = ProgressRecord(0, b"same", 0.0, 1.0, syncing=False, name=swarm.name, min_peers=peers)
-        settings = TrainingSettings("bench", peers, compression="float16", mean_compression="float16")
+        settings = TrainingSettings("bench", peers, communication=cs.Communication("float16"))
         model = TrainedModel(numel, b"", no_state, 0.0, lambda: None)
         made = LinkRounds(swarm.services, settings, own, model)
         await made.start()

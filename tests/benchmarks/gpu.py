@@ -33,6 +33,7 @@ from colab_swarm.experiments.report import Report, reports
 from colab_swarm.net.speed import MAX_SIZE_BYTES, measure
 from colab_swarm.tensors import device as copies
 from tests.benchmarks.harness import Channel, Crew, call_all, enter
+from tests.training.toy import exchanged
 
 PEERS = 2
 MICRO_BATCHES = 4  # of each peer for a synchronous step
@@ -313,7 +314,7 @@ def _train_together(swarm: "cs.Swarm", case: Case, rounds: int) -> dict[str, Any
     target = loop.samples
     if "local_steps" not in settings:
         target *= PEERS * MICRO_BATCHES
-    optimizer = swarm.optimizer(loop.bare, target_batch_size=target, **settings)
+    optimizer = swarm.optimizer(loop.bare, target_batch_size=target, **exchanged(settings))
     wait_trainers(swarm, optimizer.rounds, PEERS)
     rounds_done = 0
     while not rounds_done:
@@ -351,7 +352,7 @@ def _stress(swarm: "cs.Swarm", steps: int) -> dict[str, Any]:
     parameters = [nn.Parameter(torch.zeros(size, device=device())) for size in sizes]
     bare = torch.optim.SGD(parameters, lr=STRESS_LR)
     settings: dict[str, Any] = {"overlap": True, "name": "stress"}
-    optimizer = swarm.optimizer(bare, target_batch_size=PEERS * MICRO_BATCHES, **settings)
+    optimizer = swarm.optimizer(bare, target_batch_size=PEERS * MICRO_BATCHES, **exchanged(settings))
     wait_trainers(swarm, optimizer.rounds, PEERS)
     while optimizer.global_step < steps:
         loss = torch.zeros((), device=device())

@@ -51,7 +51,9 @@ def rounds(address: str, count: int) -> tuple[list[float], float]:
     def train(swarm: Swarm) -> None:
         net = torch.nn.Linear(NUMEL // 8, 8, bias=False)
         sgd = torch.optim.SGD(net.parameters(), lr=0.01)
-        optimizer = swarm.optimizer(sgd, target_batch_size=PEERS, local_steps=4)
+        optimizer = swarm.optimizer(
+            sgd, target_batch_size=PEERS, communication=cs.Communication(local_steps=4)
+        )
         while optimizer.global_step < count:
             time.sleep(COMPUTES_S)
             net.weight.grad = torch.randn_like(net.weight)

@@ -18,6 +18,7 @@ import colab_swarm as cs
 from colab_swarm.events import BatchDropped, Event, RoundFinished, StateReceived
 from colab_swarm.swarm.swarm import Swarm
 from colab_swarm.training.optimizer import SwarmOptimizer
+from tests.training.toy import exchanged
 
 STEPS = 20
 TARGET = 24  # samples
@@ -113,7 +114,7 @@ def loss_of(net: nn.Module, batch: Batch) -> torch.Tensor:
 def joined(swarm: Swarm, net: nn.Module, name: str) -> SwarmOptimizer:
     inner = torch.optim.AdamW(net.parameters(), LR)
     settings = {"target_batch_size": TARGET, "min_peers": 2, "batch_size": ROWS[swarm.name], "model": net}
-    return swarm.optimizer(inner, name=name, max_grad_norm=CLIP, **settings)
+    return swarm.optimizer(inner, name=name, max_grad_norm=CLIP, **exchanged(settings))
 
 
 def meet(optimizer: SwarmOptimizer) -> None:

@@ -48,7 +48,7 @@ def test_an_invitation_alone_leads_to_a_run_whose_creator_has_left(box: str, tmp
         cs.join(str(invitation), state_dir=tmp_path / "bob")
     with cs.join(str(invitation), mailbox=box, state_dir=tmp_path / "bob") as bob:
         theirs = join_training(bob, other := model(seed=1), communication="auto", target_batch_size=20)
-        assert theirs.lineage == mine.lineage and theirs.settings.local_steps == 2
+        assert theirs.lineage == mine.lineage and theirs.settings.communication.local_steps == 2
         take(theirs, other, 0)
     with cs.join(state_dir=tmp_path / "bob") as again, cs.join(state_dir=tmp_path / "alice") as founder:
         assert again.id == bob.id and again.services.mailbox == founder.services.mailbox == box

@@ -33,7 +33,7 @@ from tests.mailbox.run import (
     notices,
     train,
 )
-from tests.training.toy import ROWS, join_training, loss_of, model, take, wait_for_peers
+from tests.training.toy import ROWS, exchanged, join_training, loss_of, model, take, wait_for_peers
 
 
 @pytest.mark.slow
@@ -288,7 +288,7 @@ def test_a_plateau_goes_by_the_losses_of_a_rounds_contributions(overlap: bool) -
         inner = torch.optim.SGD((net := model()).parameters(), lr=0.1)
         scheduler = ReduceLROnPlateau(inner, patience=0, factor=0.5)
         options = {**SETTINGS, "overlap": overlap, "min_peers": 2}
-        optimizer = swarm.optimizer(inner, scheduler=scheduler, **options)
+        optimizer = swarm.optimizer(inner, scheduler=scheduler, **exchanged(options))
         loss = 3.0 if swarm.name == "bob" else 1.0
         while optimizer.global_step < 5 and swarm.name != "carol":
             loss_of(net, 0).backward()

@@ -243,7 +243,9 @@ def test_an_update_in_half_precision_is_nearly_that_of_float32(tokenizer: Words,
     def train(swarm: Swarm, dtype: torch.dtype) -> torch.Tensor:
         trained = model(tokenizer)
         lamb, schedule = masked_lm.albert_optimizer(trained, "tiny")
-        optimizer = swarm.optimizer(lamb, scheduler=schedule, target_batch_size=8, overlap=True)
+        optimizer = swarm.optimizer(
+            lamb, scheduler=schedule, target_batch_size=8, communication=cs.Communication(overlap=True)
+        )
         autocast = torch.autocast("cpu", dtype, enabled=dtype is not torch.float32)
         scaler = torch.amp.GradScaler("cpu", enabled=dtype is torch.float16)
         while optimizer.global_step < 2:

@@ -62,7 +62,8 @@ def test_peers_take_local_steps_with_it_and_agree() -> None:
     def train(swarm: Swarm) -> bytes:
         model = net()
         inner = cs.recipes.muon(model, lr=0.01)
-        optimizer = swarm.optimizer(inner, target_batch_size=64, local_steps=3, compression="sparseloco")
+        way = cs.Communication("sparseloco", local_steps=3)
+        optimizer = swarm.optimizer(inner, target_batch_size=64, communication=way)
         while optimizer.global_step < 3:
             words = torch.randint(10, (16,))
             torch.nn.functional.cross_entropy(model(words), 9 - words).backward()

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
+import ipywidgets
 import pytest
 import torch
 from torch.utils.data import (
@@ -17,7 +18,9 @@ from torch.utils.data import (
 
 import colab_swarm as cs
 from colab_swarm.events import Notice
+from colab_swarm.notebook.panel import Panel
 from colab_swarm.swarm.batches import BatchReader
+from colab_swarm.swarm.script import CellView
 from colab_swarm.swarm.swarm import Swarm
 from colab_swarm.training.optimizer import SwarmOptimizer
 from tests.training import toy
@@ -66,7 +69,7 @@ def test_each_peer_reads_all_in_an_order_of_its_own_and_counts_what_it_read() ->
     assert all(sorted(one) == list(range(ROWS)) for one in orders) and len(set(orders)) == 4
 
 
-def test_it_ends_at_the_step_and_prints_a_line_for_each(capsys: pytest.CaptureFixture[str]) -> None:
+def test_it_ends_at_the_step_and_prints_the_first_and_the_last(capsys: pytest.CaptureFixture[str]) -> None:
     def train(swarm: Swarm) -> int:
         net, optimizer = begin(swarm)
         run(swarm, 3, loader(), optimizer, net)
@@ -75,9 +78,9 @@ def test_it_ends_at_the_step_and_prints_a_line_for_each(capsys: pytest.CaptureFi
     assert toy.alone(train) == 3
     lines = [line for line in capsys.readouterr().out.splitlines() if "step " in line]
     assert (
-        len(lines) == 3
-        and lines[2].startswith("alice: step 3 of 3: loss ")
-        and lines[2].endswith("from 1 peer")
+        len(lines) == 2
+        and lines[1].startswith("alice: step 3 of 3: loss ")
+        and lines[1].endswith("from 1 peer")
     )
 
 
@@ -250,7 +253,7 @@ def test_a_batch_that_nobody_can_count_is_counted_by_its_user(
     def train(swarm: Swarm) -> float:
         net = torch.nn.Linear(48, 1)
         inner = torch.optim.SGD(net.parameters(), lr=0.01)
-        optimizer = swarm.optimizer(inner, target_batch_size=100, model=net, **settings)
+        optimizer = swarm.optimizer(inner, target_batch_size=100, model=net, **toy.exchanged(settings))
         batch = next(swarm.batches([images(8)], optimizer, max_steps=1))
         net(torch.stack(batch).flatten(1)).square().mean().backward()
         optimizer.step(samples=said)
@@ -401,23 +404,51 @@ def test_peers_read_a_shuffled_stream_each_in_an_order_of_its_own() -> None:
     assert first != second and sorted(first) == sorted(second) == list(range(ROWS))
 
 
-@pytest.mark.parametrize(("in_form", "count"), [(False, 1), (True, 0)])
-def test_a_panel_that_the_form_shows_is_not_drawn_twice(
-    in_form: bool, count: int, monkeypatch: pytest.MonkeyPatch
+class Cell:
+    """What a front-end shows under a cell."""
+
+    def __init__(self) -> None:
+        self.shown: list[Any] = []
+        self.lines: list[str] = []
+
+    def display(self, shown: Any, *, raw: bool = False, display_id: bool = False) -> Any:
+        if not raw:
+            self.shown.append(shown)
+            return None
+        self.lines.append(shown["text/plain"])
+        return SimpleNamespace(update=lambda line, raw: self.lines.append(line["text/plain"]))
+
+
+@pytest.mark.parametrize("ends", ["at the last step", "by an interrupt"])
+def test_a_training_cell_has_a_line_that_is_saved_and_the_one_panel(
+    ends: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    displayed: list[Any] = []
-    monkeypatch.setattr("IPython.display.display", displayed.append)
-    panel: Any = SimpleNamespace(in_form=in_form, refresh=lambda: None)
+    cell = Cell()
+    monkeypatch.setattr("IPython.display.display", cell.display)
+    states: list[str] = []
 
     def train(swarm: Swarm) -> None:
+        panel = Panel(swarm.snapshot, swarm.leave, live=True)
+        form = panel.form = ipywidgets.VBox([panel.widget()])
         net, optimizer = begin(swarm)
         reader = BatchReader(loader(), optimizer, peer=swarm.id, warn=print)
-        for _, x_BI in reader.read(1, panel=panel, lines=None):  # type: ignore[arg-type]
+        reading = reader.read(2, shows=CellView(optimizer, panel, run="digits"))
+        for _, x_BI in reading:
+            states.append(swarm.snapshot().state)
             net(x_BI).mean().backward()
             optimizer.step()
+            if ends == "by an interrupt" and optimizer.global_step == 1:
+                reading.close()
+        states.append(swarm.snapshot().state)
+        assert form.children == () and cell.shown == [panel]
 
     toy.alone(train)
-    assert displayed == [panel] * count
+    assert cell.lines[0].startswith("step 0 of 2: ") and "colab-swarm status digits" in cell.lines[0]
+    if ends == "by an interrupt":
+        assert cell.lines[-1].endswith("; stopped: run the cell again to go on") and states[-1] == "training"
+    else:
+        assert cell.lines[-1].endswith("; step 2 of 2 is done: raise max_steps to train on")
+        assert states[0] == "training" and states[-1] == "finished"
 
 
 def mean_over(rows: torch.Tensor) -> torch.nn.Module:

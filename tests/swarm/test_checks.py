@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import colab_swarm as cs
 from colab_swarm.net.reachability import Reachability
 from colab_swarm.net.reachability import ReachabilityLevel as Level
 from colab_swarm.net.speed import Speed
@@ -58,7 +59,7 @@ def test_a_healthy_peer_gets_only_green_lights() -> None:
         (checks.check_clock(-90.0), YELLOW, "set-ntp"),
         (checks.check_clock(900.0), RED, "set-ntp"),
         (checks.check_bandwidth(None), YELLOW, "run the doctor again"),
-        (checks.check_bandwidth(Speed(1e6, 1e8, 0.1)), YELLOW, "compression='int8'"),
+        (checks.check_bandwidth(Speed(1e6, 1e8, 0.1)), YELLOW, "communication='int8'"),
     ],
     ids=lambda value: str(value)[:40],
 )
@@ -141,7 +142,8 @@ def turns(*spent: tuple[Due, float, float], copied_bytes: int = 0) -> list[Turn]
 
 
 def told(alone_s: float, spent: list[Turn], **options: object) -> dict[str, tuple[str, str]]:
-    settings = TrainingSettings("prefix", 256.0, **options)  # type: ignore[arg-type]
+    communication = cs.Communication(**options)  # type: ignore[arg-type]
+    settings = TrainingSettings("prefix", 256.0, communication=communication)
     return {name: (words, fix) for name, words, fix in calibration.advice(alone_s, spent, settings)}
 
 
@@ -179,15 +181,15 @@ def test_a_step_is_compared_with_one_alone(
     [
         (
             {},
-            "pass local_steps=30 with compression='sparseloco' at all peers (see swarm.plan), or overlap=True",
+            "pass cs.Communication('sparseloco', local_steps=30) at all peers (see swarm.plan), or overlap=True",
         ),
         (
             {"overlap": True},
-            "pass local_steps=30 with compression='sparseloco' at all peers (see swarm.plan)",
+            "pass cs.Communication('sparseloco', local_steps=30) at all peers (see swarm.plan)",
         ),
-        ({**LOCALLY, "overlap": True}, "pass local_steps=60 with"),
-        (LOCALLY, "pass local_steps=60 with"),
-        ({"local_steps": 10}, "pass local_steps=30 with"),
+        ({**LOCALLY, "overlap": True}, "pass cs.Communication('sparseloco', local_steps=60)"),
+        (LOCALLY, "pass cs.Communication('sparseloco', local_steps=60)"),
+        ({"local_steps": 10}, "pass cs.Communication('sparseloco', local_steps=30)"),
     ],
 )
 def test_a_round_that_takes_much_of_the_time_is_told_with_the_setting_to_change(

@@ -279,7 +279,9 @@ def test_a_measured_step_changes_nothing(
         inner = make(net)
         schedule = torch.optim.lr_scheduler.ExponentialLR(inner, 0.9)
         inner.register_step_pre_hook(lambda *_: calls.append("hook"))
-        optimizer = swarm.optimizer(inner, target_batch_size=8, model=net, scheduler=schedule, **settings)
+        optimizer = swarm.optimizer(
+            inner, target_batch_size=8, model=net, scheduler=schedule, **toy.exchanged(settings)
+        )
         for _ in range(steps):
             backward(net)
             optimizer.step(samples=4, loss=1.0)
@@ -304,7 +306,9 @@ def test_the_next_steps_are_those_of_a_peer_that_was_not_measured(monkeypatch: p
     def train(swarm: cs.Swarm) -> dict[str, Any]:
         torch.manual_seed(1)
         net = Noisy()
-        optimizer = swarm.optimizer(adamw(net), target_batch_size=8, model=net, local_steps=2)
+        optimizer = swarm.optimizer(
+            adamw(net), target_batch_size=8, model=net, communication=cs.Communication(local_steps=2)
+        )
         for index in range(12):
             if measured and index in (3, 6):
                 calibrate_step(optimizer, lambda: backward(net))
@@ -338,7 +342,8 @@ def test_the_optimizers_step_counts_where_each_peer_takes_it(
 
     def train(swarm: cs.Swarm) -> None:
         net = Noisy()
-        optimizer = swarm.optimizer(adamw(net), target_batch_size=8, model=net, local_steps=local_steps)
+        way = cs.Communication(local_steps=local_steps)
+        optimizer = swarm.optimizer(adamw(net), target_batch_size=8, model=net, communication=way)
         monkeypatch.setattr(torch.optim.AdamW, "step", watched)
         monkeypatch.setattr(calibration, "_measure", measure)
 

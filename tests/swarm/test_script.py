@@ -48,11 +48,12 @@ def test_a_look_tells_who_joined_left_and_came_back(
     assert attendance.look(now) == last
 
 
-def lines_of(*events: Event, there: dict[PeerId, Any] | None = None) -> ScriptLines:
+def lines_of(*events: Event, there: dict[PeerId, Any] | None = None, now: float = 0.0) -> ScriptLines:
     view = SimpleNamespace(me=CAROL, there={CAROL: RECORD, **(there or {})})
     optimizer: Any = SimpleNamespace(global_step=0, rounds=SimpleNamespace(view=view))
-    overview: Any = SimpleNamespace(names=lambda: {BOB.hex()[:8]: "bob"}, unsaid=deque(events))
-    return ScriptLines(optimizer, overview, name="carol", every=1)
+    waited = next((event for event in events if isinstance(event, Waited)), None)
+    overview: Any = SimpleNamespace(names=lambda: {BOB.hex()[:8]: "bob"}, unsaid=deque(events), silent=waited)
+    return ScriptLines(optimizer, overview, lambda: now, name="carol", every_s=0.0)
 
 
 @pytest.mark.parametrize(
@@ -78,26 +79,34 @@ def test_the_own_peer_does_not_join(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == "x joined\n"
 
 
-@pytest.mark.parametrize(("every", "steps"), [(1, [1, 2, 3, 4, 5]), (2, [2, 4, 5]), (10, [5])])
-def test_log_every_thins_the_lines_of_steps(
-    every: int, steps: list[int], capsys: pytest.CaptureFixture[str]
+def test_a_wait_that_goes_on_for_long_says_once_for_whom(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = lines_of(Waited(0.0, BOB.hex(), "its part of a round", 0.4), now=11.0)
+    for _ in range(2):
+        lines._looked_at = float("-inf")
+        lines.tick()
+    assert capsys.readouterr().out == "waiting for bob still: its part of a round\n"
+
+
+@pytest.mark.parametrize(("every_s", "steps"), [(0.0, [1, 2, 3, 4, 5]), (1e6, [1, 5])])
+def test_a_step_has_a_line_each_so_many_seconds_and_the_last_one_always(
+    every_s: float, steps: list[int], capsys: pytest.CaptureFixture[str]
 ) -> None:
     def train(swarm: Swarm) -> None:
         net = toy.model()
         optimizer = toy.join_training(swarm, net, target_batch_size=4)
-        for batch in swarm.batches([torch.zeros(4, 8)], optimizer, max_steps=5, log_every=every):
+        for batch in swarm.batches([torch.zeros(4, 8)], optimizer, max_steps=5, log_every_s=every_s):
             net(batch).mean().backward()
             optimizer.step()
 
     toy.alone(train)
     lines = [line for line in capsys.readouterr().out.splitlines() if " of 5: " in line]
     assert [int(line.split()[2]) for line in lines] == steps
-
-
-@pytest.mark.parametrize("every", [0, -1, 2.5])
-def test_a_wrong_log_every_is_refused(every: Any) -> None:
-    with pytest.raises(ValueError, match="pass a number of steps"):
-        ScriptLines(SimpleNamespace(), None, name="alice", every=every)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="log_every_s=-1: pass seconds"):
+        toy.alone(
+            lambda swarm: swarm.batches(
+                [], toy.join_training(swarm, toy.model()), max_steps=1, log_every_s=-1
+            )
+        )
 
 
 def test_ctrl_c_ends_a_script_with_one_line(

@@ -21,7 +21,7 @@ from colab_swarm.swarm.swarm import Swarm
 from colab_swarm.tensors import device
 from colab_swarm.training.host import HostOptimizer, host_optimizer
 from colab_swarm.training.layerwise import Lamb
-from tests.training.toy import BATCH, ROWS, loss_of, model, parameters_of, wait_for_peers
+from tests.training.toy import BATCH, ROWS, exchanged, loss_of, model, parameters_of, wait_for_peers
 
 RANKS = 2
 STEPS = 6
@@ -31,7 +31,7 @@ Net = torch.nn.Module
 
 def begin(swarm: Swarm | None, net: Net, timeout_s: float = 40.0, **settings: Any) -> HostOptimizer:
     lamb = Lamb(net.parameters(), lr=0.01)
-    return host_optimizer(swarm, lamb, target_batch_size=BATCH, timeout_s=timeout_s, **settings)
+    return host_optimizer(swarm, lamb, target_batch_size=BATCH, timeout_s=timeout_s, **exchanged(settings))
 
 
 def backward(net: Net, step: int, rows: slice) -> dict[str, float]:

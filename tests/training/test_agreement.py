@@ -18,6 +18,7 @@ from colab_swarm.training.records import MAX_PAIR_TEXT, ProgressRecord
 from colab_swarm.training.replica import Replica, UpdateRule
 from colab_swarm.training.settings import TrainingSettings
 from colab_swarm.training.view import SwarmView
+from tests.training.toy import exchanged
 
 REFUSED_WITHIN_S = 5.0
 
@@ -49,7 +50,7 @@ def begin(
 ) -> SwarmOptimizer:
     net = net or Adapted()
     settings = {"batch_size": 4, "target_batch_size": 4, "max_grad_norm": 1.0, **changes}
-    return swarm.optimizer(make(net), model=net, **settings)
+    return swarm.optimizer(make(net), model=net, **exchanged(settings))
 
 
 def train(optimizer: SwarmOptimizer, steps: int = 1) -> None:

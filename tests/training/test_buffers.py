@@ -8,6 +8,7 @@ from torch import nn
 import colab_swarm as cs
 from colab_swarm.swarm.swarm import Swarm
 from colab_swarm.training.buffers import Buffers
+from tests.training import toy
 
 INFINITE = float("inf")
 
@@ -119,7 +120,7 @@ def test_observers_see_the_data_and_are_equal_at_all_peers(options: dict[str, ob
     def train(swarm: Swarm) -> tuple[float, float]:
         net = Observed()
         inner = torch.optim.SGD(net.parameters(), lr=0.01)
-        optimizer = swarm.optimizer(inner, target_batch_size=16, model=net, **options)
+        optimizer = swarm.optimizer(inner, target_batch_size=16, model=net, **toy.exchanged(options))
         while optimizer.global_step < 6:
             chance = torch.Generator().manual_seed(optimizer.global_step)
             net(torch.randn(8, 8, generator=chance)).square().mean().backward()

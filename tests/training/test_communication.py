@@ -11,7 +11,7 @@ import torch
 import colab_swarm as cs
 from colab_swarm.events import Notice, RoundFinished
 from colab_swarm.swarm.swarm import Swarm
-from colab_swarm.training.communication import ENOUGH, HOME_BPS, WAYS, plan_communication
+from colab_swarm.training.communication import ENOUGH, HOME_BPS, PRESETS, WAYS, plan_communication
 from colab_swarm.training.settings import TrainingSettings
 from tests.training.toy import join_training, model, take, wait_for_peers
 
@@ -32,7 +32,7 @@ def test_the_first_way_that_makes_most_progress_is_chosen(
     numel: int, step_s: float, line_bps: tuple[float, float], chosen: str
 ) -> None:
     plan = plan_communication(numel, step_s, 4, line_bps)
-    assert plan.chosen.name == chosen and plan.options == WAYS[chosen]
+    assert plan.chosen.name == chosen and plan.chosen.communication == WAYS[chosen]
     worth, best = plan.chosen.worth_per_hour, max(one.worth_per_hour for one in plan.forecasts)
     assert worth >= ENOUGH * best
     assert all(one.worth_per_hour < ENOUGH * best for one in plan.forecasts[: list(WAYS).index(chosen)])
@@ -70,12 +70,12 @@ NUMEL, STEP_S, PEERS, ROUNDS = 400_000, 4.0, 4, 5
 MICRO = 8  # batches of each peer in a step: a round waits for those that are under way
 
 
-def train(swarm: Swarm, options: dict[str, Any]) -> tuple[float, float]:
+def train(swarm: Swarm, way: cs.Communication) -> tuple[float, float]:
     """Return the steps an hour from the first round on, and the bytes that it sent a round; gradients are noise."""
     net = torch.nn.Linear(NUMEL // 8, 8, bias=False)
     torch.nn.init.zeros_(net.weight)
     sgd = torch.optim.SGD(net.parameters(), lr=1e-6)
-    optimizer = swarm.optimizer(sgd, target_batch_size=PEERS * MICRO, **options)
+    optimizer = swarm.optimizer(sgd, target_batch_size=PEERS * MICRO, communication=way)
     wait_for_peers(swarm, optimizer, PEERS)
     noise = np.random.default_rng(swarm.id[0]).normal(size=NUMEL).astype(np.float32)
     stepped = list[float]()
@@ -91,13 +91,15 @@ def train(swarm: Swarm, options: dict[str, Any]) -> tuple[float, float]:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", list(WAYS))
 def test_a_forecast_is_close_to_a_run_on_home_lines(name: str) -> None:
-    options = {**WAYS[name], **({"local_steps": 5} if "local_steps" in WAYS[name] else {})}
+    way = WAYS[name]
+    if way.local_steps > 1:
+        way = replace(way, local_steps=5)
     with cs.simulate(PEERS, network="home", samples_per_s=MICRO / STEP_S) as sim:
-        found = sim.run(lambda swarm: train(swarm, options))
+        found = sim.run(lambda swarm: train(swarm, way))
         plan = sim.swarms["alice"].plan(NUMEL, step_s=STEP_S, peers=PEERS)
     forecast = next(one for one in plan.forecasts if one.name == name)
     steps, sent = (np.mean(one) for one in zip(*found.values(), strict=True))
-    assert forecast.steps_per_hour == pytest.approx(steps * options.get("local_steps", 1), rel=0.1)
+    assert forecast.steps_per_hour == pytest.approx(steps * way.local_steps, rel=0.1)
     tolerance = 0.02
     if "sparse" in name:
         # Opposite values of peers that weigh the same cancel out, and zeros are not sent.
@@ -109,9 +111,6 @@ def test_a_forecast_is_close_to_a_run_on_home_lines(name: str) -> None:
 def test_a_joiner_adopts_what_the_others_agreed_on_and_the_panel_compares(mailbox: bool) -> None:
     def work(swarm: Swarm) -> tuple[TrainingSettings, str]:
         net, founds = model(), swarm.name == "alice"
-        if founds:
-            with pytest.raises(ValueError, match="nobody trains this model yet"):
-                join_training(swarm, net, communication="auto")
         plan = swarm.plan(350_000_000, step_s=4.0)
         optimizer = join_training(swarm, net, communication=plan if founds else "auto")
         for batch in range(40 if founds else 0):
@@ -120,26 +119,56 @@ def test_a_joiner_adopts_what_the_others_agreed_on_and_the_panel_compares(mailbo
 
     with cs.simulate(1, mailbox=mailbox) as sim:
         alice, forecast = sim.run(work)["alice"]
-        assert alice.compression == "sparseloco" and alice.local_steps == 3
+        assert alice.communication == cs.Communication("sparseloco", local_steps=3, overlap=True)
         assert re.fullmatch(r".+ B in .+ s\nforecast .+ MB in .+ s", forecast)
         sim.join("bob")
         bob, _ = sim.run(lambda swarm: work(swarm) if swarm.name == "bob" else None)["bob"]
         notices = [notice.text for notice in sim.swarms["bob"].events.recent(Notice)]
-    assert bob == replace(alice, mean_compression=bob.mean_compression)
-    assert any(
-        text.startswith("adopted from the others: compression=sparseloco, ") and "local_steps=3" in text
-        for text in notices
-    )
+    assert bob == alice
+    assert "adopted from the others: Communication(compression='sparseloco', " in "\n".join(notices)
 
 
 def test_a_communication_that_is_none_is_refused() -> None:
-    with cs.simulate(1) as sim, pytest.raises(ValueError, match=r"pass 'auto', or swarm\.plan"):
-        join_training(sim.swarms["alice"], model(), communication="fast")
+    with cs.simulate(1) as sim:
+        with pytest.raises(
+            ValueError, match=r"'fast': pass 'auto', one of 'synchronous', .*, cs.Communication"
+        ):
+            join_training(sim.swarms["alice"], model(), communication="fast")
+        with pytest.raises(TypeError, match=r"pass communication=cs.Communication\(overlap=True\)"):
+            sim.swarms["alice"].optimizer(
+                torch.optim.SGD(model().parameters(), lr=0.1), target_batch_size=8, overlap=True
+            )
+
+
+@pytest.mark.parametrize(
+    ("parts", "match"),
+    [
+        ({"compression": "int3"}, "int3"),
+        ({"compression": "onebit", "error_feedback": False}, "a worse model without error_feedback"),
+        ({"compression": "sparseloco", "error_feedback": False}, "a worse model without error_feedback"),
+        ({"error_feedback": True}, "float32 cuts nothing off"),
+        ({"local_steps": 0}, "local_steps=0: pass 1 to 1000"),
+        ({"local_steps": 2.5}, "local_steps=2.5"),
+        ({"mean_compression": "int3"}, "int3"),
+    ],
+)
+def test_parts_that_do_not_go_together_are_refused_when_they_are_made(
+    parts: dict[str, Any], match: str
+) -> None:
+    with pytest.raises(ValueError, match=match):
+        cs.Communication(**parts)
+
+
+@pytest.mark.parametrize(("mailbox", "begun"), [(False, "synchronous"), (True, "sparseloco")])
+def test_the_first_peer_begins_with_what_is_usual_there(mailbox: bool, begun: str) -> None:
+    with cs.simulate(1, mailbox=mailbox) as sim:
+        optimizer = join_training(sim.swarms["alice"], model(), communication="auto")
+        assert optimizer.settings.communication == PRESETS[begun]
 
 
 def test_a_plan_for_a_bucket_has_ways_with_local_steps_only() -> None:
     plan = plan_communication(10_000_000, 12.0, 4, HOME_BPS, in_bucket=True)
-    assert len(plan.forecasts) == 3 and all("local_steps" in one.options for one in plan.forecasts)
+    assert len(plan.forecasts) == 3 and all(one.communication.local_steps > 1 for one in plan.forecasts)
     int8 = plan.forecasts[2]
     # one contribution up, all four down
     assert int8.round_s == pytest.approx(1.0 + int8.sent_bytes * 8 * (1 / 20e6 + 4 / 100e6))

@@ -12,7 +12,7 @@ from colab_swarm.swarm.swarm import Swarm
 from colab_swarm.training.gradients import Gradients
 from colab_swarm.training.optimizer import SwarmOptimizer
 from colab_swarm.training.replica import Replica, UpdateRule
-from colab_swarm.training.settings import RoundInput, TrainingSettings
+from colab_swarm.training.settings import RoundInput
 from colab_swarm.training.state import load_checkpoint, save_checkpoint
 from tests.training.toy import ROWS, alone, join_training, model, take
 
@@ -106,7 +106,6 @@ def test_error_feedback_of_another_model_is_refused_and_changes_nothing(tmp_path
 
 
 def test_means_have_a_finer_codec_than_contributions_with_feedback() -> None:
-    settings = TrainingSettings("run/model", 10.0, compression="topk:0.01")
-    assert (settings.compression, settings.mean_compression) == ("topk:0.01", "float16")
-    chosen = TrainingSettings("run/model", 10.0, compression="onebit", mean_compression="int8")
-    assert chosen.mean_compression == "int8"
+    sparse = cs.Communication("topk:0.01")
+    assert (sparse.compression, sparse.mean_compression) == ("topk:0.01", "float16") and sparse.error_feedback
+    assert cs.Communication("onebit", mean_compression="int8").mean_compression == "int8"

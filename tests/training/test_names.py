@@ -67,7 +67,9 @@ def trained(groups: dict[str, Groups], *, wraps: bool = False, **options: object
         net = squares()
         model = Wrapped(net) if wraps and swarm.name == "bob" else net
         inner = torch.optim.Adam(groups[swarm.name](net), lr=0.01)
-        optimizer = swarm.optimizer(inner, target_batch_size=2 * toy.BATCH, model=model, **options)
+        optimizer = swarm.optimizer(
+            inner, target_batch_size=2 * toy.BATCH, model=model, **toy.exchanged(options)
+        )
         while optimizer.global_step < STEPS:
             toy.take(optimizer, net, optimizer.global_step)
         optimizer.close()

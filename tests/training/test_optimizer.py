@@ -157,7 +157,8 @@ def test_the_signature_spells_the_options_out() -> None:
     del options["prefix"]
     parameters = inspect.signature(Swarm.optimizer).parameters
     assert options.keys() <= parameters.keys() and "options" not in parameters
-    del options["target_batch_size"]
+    del options["target_batch_size"], options["communication"]
+    assert parameters["communication"].default == "synchronous"
     assert all(parameters[name].default == default for name, default in options.items())
 
 
@@ -468,7 +469,7 @@ def test_a_round_over_slow_lines_is_not_called_too_early() -> None:
     def train(swarm: Swarm) -> list[float]:
         weight = torch.nn.Parameter(torch.zeros(1_000_000))
         sgd = torch.optim.SGD([weight], lr=0.1)
-        optimizer = swarm.optimizer(sgd, target_batch_size=target, compression="float16")
+        optimizer = swarm.optimizer(sgd, target_batch_size=target, communication="float16")
         while optimizer.global_step < 4:
             weight.grad = torch.ones_like(weight)
             optimizer.step(samples=8)

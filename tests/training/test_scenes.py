@@ -21,6 +21,7 @@ from colab_swarm.sim.network import SimNetwork
 from colab_swarm.swarm.simulation import Simulation
 from colab_swarm.swarm.swarm import Swarm
 from colab_swarm.training.optimizer import SwarmOptimizer
+from tests.training import toy
 
 SAMPLES, TARGET, SPEED = 4, 64, 2.0
 ORGANIZER = "whoever organizes then"
@@ -108,7 +109,7 @@ def play(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> Outcome:
             return
         weight = torch.nn.Parameter(torch.zeros(4))
         settings = {"target_batch_size": TARGET, **scene.settings}
-        optimizer = swarm.optimizer(torch.optim.SGD([weight], lr=0.01), **settings)
+        optimizer = swarm.optimizer(torch.optim.SGD([weight], lr=0.01), **toy.exchanged(settings))
         trainer = Trainer(sim, swarm, optimizer, weight, torch.Generator().manual_seed(swarm.id[0]))
         if swarm.name == "bob":
             scene.life(trainer)

@@ -29,12 +29,16 @@ Change = Callable[[Any, Any, Any], object]
 MEAN = torch.full((178,), 0.1).numpy()
 
 
+def alone_for(local_steps: int) -> cs.Communication:
+    return cs.Communication(local_steps=local_steps)
+
+
 def train(swarm: Swarm, change: Change = lambda *_: None, **settings: Any) -> tuple[torch.Tensor, list[str]]:
     """Three steps with a scheduler; ``change`` comes once, after the first. Returns the weights and the errors."""
     net = toy.model()
     inner = SGD(net.parameters(), lr=0.1, momentum=0.5)
     given = StepLR(inner, step_size=2)
-    optimizer = swarm.optimizer(inner, target_batch_size=10, scheduler=given, **settings)
+    optimizer = swarm.optimizer(inner, target_batch_size=10, scheduler=given, **toy.exchanged(settings))
     said = []
     while optimizer.global_step < 3:
         toy.loss_of(net, optimizer.global_step).backward()
@@ -112,7 +116,7 @@ def test_a_scheduler_over_the_swarms_optimizer_is_refused(make: Callable[..., An
         optimizer = swarm.optimizer(
             SGD((net := toy.model()).parameters(), lr=0.1, momentum=0.5),
             target_batch_size=10,
-            overlap=delayed,
+            communication=cs.Communication(overlap=delayed),
         )
         with pytest.raises(ValueError, match=r"scheduler=… to swarm.optimizer"):
             make(optimizer)
@@ -266,7 +270,7 @@ def test_an_optimizer_may_count_in_its_groups(local_steps: int) -> None:
     def run(swarm: Swarm) -> tuple[int, int]:
         inner = Counting((net := toy.model()).parameters(), lr=0.1)
         optimizer = swarm.optimizer(
-            inner, target_batch_size=10, scheduler=StepLR(inner, 1), local_steps=local_steps
+            inner, target_batch_size=10, scheduler=StepLR(inner, 1), communication=alone_for(local_steps)
         )
         while optimizer.global_step < 3:
             toy.take(optimizer, net, optimizer.global_step)
@@ -342,7 +346,7 @@ def course(swarm: Swarm, make: Callable[[Any], Any] = plateau, local_steps: int 
         target_batch_size=10,
         scheduler=make(inner),
         min_peers=2,
-        local_steps=local_steps,
+        communication=alone_for(local_steps),
     )
     rows = HALVES[swarm.name]
     rates = {}
@@ -387,7 +391,9 @@ def test_a_late_joiner_has_the_plateaus_counters_with_the_state(local_steps: int
             return course(swarm, local_steps=local_steps)
         inner = SGD(toy.model(9).parameters(), lr=0.2)
         scheduler = ReduceLROnPlateau(inner, factor=0.1)
-        optimizer = swarm.optimizer(inner, target_batch_size=10, scheduler=scheduler, local_steps=local_steps)
+        optimizer = swarm.optimizer(
+            inner, target_batch_size=10, scheduler=scheduler, communication=alone_for(local_steps)
+        )
         rates = {optimizer.global_step: inner.param_groups[0]["lr"]}
         optimizer.close()
         return toy.parameters_of(toy.model()), optimizer.lineage, rates, scheduler.state_dict()

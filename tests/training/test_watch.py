@@ -72,7 +72,9 @@ def test_a_change_of_what_is_trained_is_an_error_that_names_it(what: str, option
         net = make()
         trained = net[-1] if change is add_group else net
         inner = torch.optim.SGD(trained.parameters(), lr=0.1)
-        optimizer = swarm.optimizer(inner, target_batch_size=8, batch_size=8, model=net, **options)
+        optimizer = swarm.optimizer(
+            inner, target_batch_size=8, batch_size=8, model=net, **toy.exchanged(options)
+        )
         net(torch.ones(8, 8)).square().mean().backward()
         optimizer.step()
         change(net, inner)

@@ -96,7 +96,7 @@ def test_buffers_are_averaged_and_equal_at_all_peers_also_at_one_that_comes_late
             target_batch_size=32,
             batch_size=8,
             model=net,
-            **options,
+            **toy.exchanged(options),
         )
         seed = swarm.id[0]
         while optimizer.global_step < 10:
@@ -286,7 +286,7 @@ def test_a_parameter_that_nobody_used_stays_as_in_one_process(
         net = Tasks()
         peer = ("alice", "bob").index(swarm.name)
         rows = slice(4 * peer, 4 * peer + 4)
-        optimizer = swarm.optimizer(adamw(net), target_batch_size=8, model=net, **settings)
+        optimizer = swarm.optimizer(adamw(net), target_batch_size=8, model=net, **toy.exchanged(settings))
         wait_for_peers(swarm, optimizer, 2)
         for step in range(steps):
             net.loss(step, head_of(peer, step), rows).backward()
@@ -342,7 +342,9 @@ def test_complex_parameters_train_as_in_one_process_and_reach_a_late_joiner(sett
         rows = slice(4 * peer, 4 * peer + 4) if peer < 2 else slice(0, 2)
         sgd = torch.optim.SGD(net.parameters(), lr=0.02)
         target = 10 if settings else 8  # with a third peer, who adds two
-        optimizer = swarm.optimizer(sgd, target_batch_size=target, model=net, min_peers=2, **settings)
+        optimizer = swarm.optimizer(
+            sgd, target_batch_size=target, model=net, min_peers=2, **toy.exchanged(settings)
+        )
         while optimizer.global_step < 12:
             net.loss(optimizer.global_step, rows).backward()
             result = optimizer.step(samples=len(range(8)[rows]))

@@ -197,7 +197,7 @@ class ScheduleFree(SGD):
 def test_the_modes_of_a_schedule_free_optimizer_reach_it_and_the_model(delayed: bool) -> None:
     def use(swarm: Swarm) -> tuple[torch.Tensor, torch.Tensor]:
         inner = ScheduleFree((net := toy.model()).parameters(), lr=0.1)
-        optimizer = swarm.optimizer(inner, target_batch_size=10, overlap=delayed)
+        optimizer = swarm.optimizer(inner, **toy.exchanged({"target_batch_size": 10, "overlap": delayed}))
         toy.take(optimizer, net, 0)
         assert optimizer._trainer.in_flight == delayed
         optimizer.eval()
@@ -264,7 +264,7 @@ def test_what_cannot_step_with_a_mean_is_refused_at_once(
 def test_a_rate_that_the_optimizer_chooses_itself_is_refused() -> None:
     def attempt(swarm: Swarm) -> None:
         with pytest.raises(ValueError, match="lr=None, which peers cannot compare"):
-            swarm.optimizer(adafactor(net := toy.model()), target_batch_size=10, overlap=True)
+            swarm.optimizer(adafactor(net := toy.model()), target_batch_size=10)
         inner = adafactor(net)
         assert inner.param_groups[0]["params"][0] is next(net.parameters())
 
@@ -317,7 +317,10 @@ def test_sparse_gradients_train_as_dense_ones(make: Any, settings: dict[str, Any
         for sparse in (True, False):
             net = words(sparse, kind)
             optimizer = swarm.optimizer(
-                make(net.parameters(), lr=0.1), target_batch_size=5, name=f"{sparse}", **settings
+                make(net.parameters(), lr=0.1),
+                target_batch_size=5,
+                name=f"{sparse}",
+                **toy.exchanged(settings),
             )
             generator = torch.Generator().manual_seed(0)
             for _ in range(4):

@@ -30,7 +30,7 @@ def notices(swarm: Swarm) -> list[str]:
 
 def begin(swarm: Swarm, net: nn.Module, **options: Any) -> SwarmOptimizer:
     inner = torch.optim.SGD(net.parameters(), lr=SMALL_LR)
-    return swarm.optimizer(inner, target_batch_size=2 * toy.BATCH, model=net, **options)
+    return swarm.optimizer(inner, target_batch_size=2 * toy.BATCH, model=net, **toy.exchanged(options))
 
 
 def distance(weights: torch.Tensor, net: nn.Module) -> float:
@@ -107,7 +107,7 @@ def test_weight_clipping_works_or_is_told(options: dict[str, Any]) -> None:
     def train(swarm: Swarm) -> tuple[torch.Tensor, list[str]]:
         net = toy.model()
         inner = torch.optim.SGD(net.parameters(), lr=0.1)
-        optimizer = swarm.optimizer(inner, target_batch_size=toy.BATCH, model=net, **options)
+        optimizer = swarm.optimizer(inner, target_batch_size=toy.BATCH, model=net, **toy.exchanged(options))
         while optimizer.global_step < STEPS:
             toy.take(optimizer, net, optimizer.global_step)
             clip(net)

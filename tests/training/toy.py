@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -55,8 +56,18 @@ def joint_reference(steps: int) -> torch.Tensor:
 
 
 def join_training(swarm: Swarm, net: torch.nn.Module, **settings: Any) -> SwarmOptimizer:
-    chosen = {"target_batch_size": BATCH, **settings}
+    chosen = {"target_batch_size": BATCH, **exchanged(settings)}
     return swarm.optimizer(Lamb(net.parameters(), lr=0.01), **chosen)
+
+
+def exchanged(settings: dict[str, Any]) -> dict[str, Any]:
+    """Options of `Swarm.optimizer`, where those of `cs.Communication` stand beside the others."""
+    parts = {field.name for field in fields(cs.Communication)}
+    communication = {name: value for name, value in settings.items() if name in parts}
+    others = {name: value for name, value in settings.items() if name not in parts}
+    if communication:
+        others["communication"] = cs.Communication(**communication)
+    return others
 
 
 def wait_for_peers(swarm: Swarm, optimizer: SwarmOptimizer, count: int) -> None:
