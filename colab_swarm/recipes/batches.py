@@ -15,10 +15,12 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import astuple, dataclass, replace
 from functools import partial
 from itertools import islice
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+from queue import SimpleQueue
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import torch
@@ -32,6 +34,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 MIN_WINDOW = 8
 IGNORED = -100  # a label that the loss of `transformers` ignores
+Batch: TypeAlias = dict[str, Tensor]
 Sample: TypeAlias = "tuple[Sequence[int], Sequence[int], bool]"
 """The tokens of two pieces, without special tokens, and whether they are swapped."""
 
@@ -56,7 +59,7 @@ class Collator:
         self._length = sequence_length
         self._specials = torch.tensor(tokenizer.all_special_ids)
 
-    def __call__(self, samples: Sequence[Sample]) -> dict[str, Tensor]:
+    def __call__(self, samples: Sequence[Sample]) -> Batch:
         cls = self._tokenizer.cls_token_id
         sep = self._tokenizer.sep_token_id
         input_ids = torch.full((len(samples), self._length), self._tokenizer.pad_token_id)
@@ -94,10 +97,10 @@ class Collator:
 
 RETRY_AFTER_S = (1.0, 5.0, 25.0)
 CLOSE_S = 5.0
+AHEAD = 8
 CHECK_S = 0.2  # A consumer wakes up this often, so that an interrupt reaches it on Windows too.
 FIRST_PASSAGES = 256  # before the first sample; then two for each one drawn, until the buffer is full
 PATIENCE_DOCUMENTS = 10_000  # without a passage: the text is useless for sentence-order prediction
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -144,10 +147,13 @@ class ShardReader(Iterator[str]):
             for place in range(self.position.shard, self.count):
                 yield from self._read(self._shards[order[place]])
                 self.position = StreamPosition(number, place + 1, 0, self.position.given)
-            if not self.position.given and (self._wait is None or not number):
-                raise ValueError(f"{self.name!r} gave no text: see the warnings above, or open it by hand")
-            if not self.position.given and self._wait is not None and self._wait(RETRY_AFTER_S[-1]):
-                raise Stopped
+            if not self.position.given:
+                if self._wait is None or number == 0:
+                    raise ValueError(
+                        f"{self.name!r} gave no text: see the warnings above, or open it by hand"
+                    )
+                if self._wait(RETRY_AFTER_S[-1]):
+                    raise Stopped
             self.position = StreamPosition(number + 1)
 
     def _read(self, shard: Shard) -> Iterator[str]:
@@ -176,80 +182,6 @@ class ShardReader(Iterator[str]):
                 logger.info("%s broke, retry in %g s: %s", where, delay_s, error)
                 if self._wait(delay_s):
                     raise Stopped from error
-
-
-class Prefetched(Iterator[T]):
-    """An iterator that prepares up to ``depth`` items of ``source`` ahead, in a thread.
-
-    An error of the source is raised after the items made before it. The thread starts with the first
-    item and ends with ``close()``, or when this object is collected: that sets ``stop``, so that a
-    waiting source can stop, and waits up to `CLOSE_S`; iteration ends with the items made so far.
-    """
-
-    def __init__(self, source: Any, *, depth: int, stop: threading.Event) -> None:
-        self._source = source
-        self._depth = depth
-        self._stop = stop
-        self._ahead: deque[T] = deque()
-        self._error: Exception | None = None
-        self._changed = threading.Condition()  # guards ahead
-        self._making = threading.Lock()  # held while the source is in use and until its item is in ahead
-        own = weakref.ref(self)
-        self._thread = threading.Thread(target=_prefetch, args=(own,), name="prefetch", daemon=True)
-        # also at exit: a thread killed within pyarrow would crash the process
-        self.close = weakref.finalize(self, _close, stop, self._thread)
-
-    def __next__(self) -> T:
-        if self._thread.ident is None:
-            self._thread.start()
-        with self._changed:
-            while not self._ahead:
-                if self._stop.is_set():
-                    raise StopIteration
-                if self._error is not None:
-                    raise self._error
-                self._changed.wait(CHECK_S)
-            self._changed.notify_all()
-            return self._ahead.popleft()
-
-    def make(self) -> bool:
-        """Make an item if there is room for it; return False after the last one."""
-        with self._changed:
-            room = self._changed.wait_for(lambda: len(self._ahead) < self._depth, CHECK_S)
-        with self._making:
-            if self._stop.is_set():
-                return False
-            try:
-                items = [next(self._source)] if room else []
-            except Exception as error:  # raised on the consumer's thread
-                self._error = error
-                return False
-            with self._changed:
-                self._ahead.extend(items)
-                self._changed.notify_all()
-        return True
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state after the last item taken. Waits for the item being made."""
-        with self._making:
-            return {"source": self._source.state_dict(), "ahead": list(self._ahead)}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        with self._making, self._changed:
-            self._source.load_state_dict(state["source"])
-            self._ahead = deque(state["ahead"])
-            self._changed.notify_all()
-
-
-def _prefetch(owner: weakref.ref[Prefetched[Any]]) -> None:
-    while (items := owner()) is not None and items.make():
-        del items  # so that it can be collected
-
-
-def _close(stop: threading.Event, thread: threading.Thread) -> None:
-    stop.set()
-    if thread.ident is not None and thread is not threading.current_thread():
-        thread.join(CLOSE_S)
 
 
 def _joined(shard: Shard) -> Iterator[str]:
@@ -308,7 +240,7 @@ class TextMix:
             reader.seek(StreamPosition(*state[reader.name][1:]))
 
 
-class MixedBatches(Iterator[dict[str, Tensor]]):
+class MixedBatches(Iterator[Batch]):
     """An endless iterator of batches, ready for ``model(**batch)``; can be resumed exactly.
 
     A batch holds int64 CPU tensors: ``input_ids``, ``attention_mask``, ``token_type_ids`` and ``labels``
@@ -342,7 +274,7 @@ class MixedBatches(Iterator[dict[str, Tensor]]):
         size = f"{self.batch_size} x {self.sequence_length} of {len(self.tokenizer)} tokens"
         return f"{type(self).__name__}({size})"
 
-    def __next__(self) -> dict[str, Tensor]:
+    def __next__(self) -> Batch:
         samples: list[Sample] = []
         for _ in range(self.batch_size):
             first, second, swapped = ordered(self._draw(), self.sequence_length - 3, self._rng)
@@ -400,22 +332,72 @@ class MixedBatches(Iterator[dict[str, Tensor]]):
         self._collate.generator.set_state(state["masks"])
 
 
-class StreamedBatches(Prefetched[dict[str, Tensor]]):
-    """`MixedBatches` prepared ahead in a thread; `albert` returns them for a mix of sources.
+class StreamedBatches(Iterator[Batch]):
+    """Batches of a source, of which a thread makes `AHEAD` ahead; `albert` returns them for a mix of sources.
 
     Save ``state_dict()`` in this peer's checkpoint. A peer with the same sources, tokenizer and seed
-    resumes with exactly the next batch. Arguments and errors: see `TextMix` and `MixedBatches`.
+    resumes with exactly the next batch. An error of the source is raised after the batches made before it.
+
+    The thread starts with the first batch and ends with ``close()``, or when this object is collected.
+    Both set ``stop``, so that a waiting source can stop, and wait up to `CLOSE_S`. Then iteration ends.
     """
 
-    def __init__(
-        self, sources: Mapping[str, float], tokenizer: "PreTrainedTokenizerFast", *, seed: int, **sizes: int
-    ) -> None:
-        stop = threading.Event()
-        self._made = MixedBatches(TextMix(sources, seed=seed, wait=stop.wait), tokenizer, seed=seed, **sizes)
-        self.tokenizer = tokenizer
-        self.batch_size = self._made.batch_size
-        self.sequence_length = self._made.sequence_length
-        super().__init__(self._made, depth=8, stop=stop)
+    def __init__(self, source: MixedBatches, stop: threading.Event) -> None:
+        self.tokenizer = source.tokenizer
+        self._source = source
+        self._stop = stop
+        self._ahead: deque[Future[Batch]] = deque()
+        self._orders: SimpleQueue[Future[Batch] | None] = SimpleQueue()
+        work = (source, self._orders, stop)
+        self._thread = threading.Thread(target=_make, args=work, name="prefetch", daemon=True)
+        # also at exit: a thread killed within pyarrow would crash the process
+        self.close = weakref.finalize(self, _close, stop, self._orders, self._thread)
 
     def __repr__(self) -> str:
-        return f"StreamedBatches({self._made})"
+        return f"StreamedBatches({self._source})"
+
+    def __next__(self) -> Batch:
+        if self._stop.is_set():
+            raise StopIteration
+        if self._thread.ident is None:
+            self._thread.start()
+        while len(self._ahead) <= AHEAD:
+            order = Future[Batch]()
+            self._ahead.append(order)
+            self._orders.put(order)
+        while not self._ahead[0].done():
+            wait([self._ahead[0]], CHECK_S)
+        batch = self._ahead[0].result()  # an error stays the first, and is raised again
+        self._ahead.popleft()
+        return batch
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state after the last batch taken. Waits for those being made."""
+        wait(self._ahead)
+        made = [order.result() for order in self._ahead if order.exception() is None]
+        return {"source": self._source.state_dict(), "ahead": made}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        wait(self._ahead)
+        self._source.load_state_dict(state["source"])
+        self._ahead.clear()
+        for batch in state["ahead"]:
+            self._ahead.append(Future())
+            self._ahead[-1].set_result(batch)
+
+
+def _make(source: MixedBatches, orders: "SimpleQueue[Future[Batch] | None]", stop: threading.Event) -> None:
+    while (order := orders.get()) is not None:
+        try:
+            if stop.is_set():
+                raise Stopped
+            order.set_result(next(source))
+        except Exception as error:  # raised on the consumer's thread
+            order.set_exception(error)
+
+
+def _close(stop: threading.Event, orders: "SimpleQueue[Any]", thread: threading.Thread) -> None:
+    stop.set()
+    orders.put(None)
+    if thread.ident is not None and thread is not threading.current_thread():
+        thread.join(CLOSE_S)

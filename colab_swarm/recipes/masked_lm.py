@@ -16,6 +16,7 @@ An evaluation gives each module its mode back. Evaluate between two steps, on th
 
 import functools
 import random
+import threading
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -31,6 +32,7 @@ from colab_swarm.recipes.batches import (
     MIN_WINDOW,
     Collator,
     MixedBatches,
+    Sample,
     StreamedBatches,
     TextMix,
     check_sizes,
@@ -248,13 +250,12 @@ def albert(
         blocks = TextMix(text, seed=seed).until_read(random.Random(seed))  # in the same order at all peers
         tokenizer = train_tokenizer(blocks, vocabulary=shape.vocabulary, language=language)
     words = load_tokenizer(tokenizer)
-    own = {"batch_size": batch_size, "sequence_length": length}
-    own["seed"] = peer_seed(seed, swarm.id if swarm else b"")
-    batches: Batches = (
-        StreamedBatches(text, words, **own)
-        if isinstance(text, Mapping)
-        else MixedBatches(TextMix(text, seed=own["seed"]), words, **own)
-    )
+    own_seed = peer_seed(seed, swarm.id if swarm else b"")
+    stop = threading.Event()
+    mix = TextMix(text, seed=own_seed, wait=stop.wait)
+    batches: Batches = MixedBatches(mix, words, batch_size=batch_size, sequence_length=length, seed=own_seed)
+    if isinstance(text, Mapping):
+        batches = StreamedBatches(batches, stop)
     from transformers import AlbertForPreTraining
 
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
@@ -385,24 +386,23 @@ def masked_loss(
     hide the same tokens, so that runs can be compared. A `ValueError` if there is too little text.
     """
     check_sizes(batch_size, sequence_length)
-    collate = Collator(tokenizer, sequence_length, seed)
     size = sequence_length - 3
-    samples = []
+    samples: list[Sample] = []
     for text in texts:
         tokens = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
         # a rest of a few is dropped
         for start in range(0, len(tokens) - MIN_WINDOW + 1, size):
             window = tokens[start : start + size]
             half = len(window) // 2
-            samples.append(collate([(window[:half], window[half:], False)]))
+            samples.append((window[:half], window[half:], False))
     require(samples, f"the held-out text is too short: a sample needs {MIN_WINDOW} tokens")
+    held_out = Collator(tokenizer, sequence_length, seed)(
+        samples
+    )  # at once: masks do not depend on batch_size
+    del held_out["sentence_order_label"]
     total = count = 0.0
     for start in range(0, len(samples), batch_size):
-        rows = samples[start : start + batch_size]
-        batch = {}
-        for name in rows[0]:
-            batch[name] = torch.cat([row[name] for row in rows])
-        batch.pop("sentence_order_label")
+        batch = {name: tensor[start : start + batch_size] for name, tensor in held_out.items()}
         labels = batch.pop("labels").flatten()
         scores = token_logits(call(model, None, **batch)).float().flatten(0, 1).cpu()
         total += nn.functional.cross_entropy(scores, labels, ignore_index=IGNORED, reduction="sum").item()

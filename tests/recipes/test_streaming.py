@@ -13,7 +13,7 @@ import torch
 from transformers import PreTrainedTokenizerFast as Words
 
 from colab_swarm.recipes import batches
-from colab_swarm.recipes.batches import MixedBatches, Prefetched, StreamedBatches, TextMix
+from colab_swarm.recipes.batches import MixedBatches, StreamedBatches, TextMix
 from colab_swarm.recipes.text import Stopped
 from colab_swarm.training.state import load_checkpoint, save_checkpoint
 from tests.recipes.test_pretraining import original
@@ -35,6 +35,10 @@ def two_sources(tmp_path: Path) -> dict[str, float]:
 def mixed(tokenizer: Words, sources: dict[str, float] = SOURCES, **options: Any) -> MixedBatches:
     settings = {"buffer": 300} | SMALL | options
     return MixedBatches(TextMix(sources, seed=settings["seed"]), tokenizer, **settings)
+
+
+def streamed(tokenizer: Words) -> StreamedBatches:
+    return StreamedBatches(mixed(tokenizer), threading.Event())
 
 
 def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
@@ -79,13 +83,13 @@ def test_drawing_starts_while_the_buffer_still_grows(tokenizer: Words, two_sourc
 
 @pytest.mark.slow
 def test_a_restarted_peer_resumes_with_exactly_the_next_batch(tokenizer: Words, tmp_path: Path) -> None:
-    alice = StreamedBatches(SOURCES, tokenizer, **SMALL)
+    alice = streamed(tokenizer)
     for _ in range(5):
         next(alice)
     save_checkpoint(tmp_path / "state", alice.state_dict())
     expected = list(islice(alice, 20))
     alice.close()
-    again = StreamedBatches(SOURCES, tokenizer, **SMALL)
+    again = streamed(tokenizer)
     again.load_state_dict(load_checkpoint(tmp_path / "state"))
     assert all(map(equal, islice(again, 20), expected))
     again.close()
@@ -122,20 +126,19 @@ TIMEOUT_S = 20
 
 
 class Numbers:
-    """Numbers from 0; raises at ``fail_at``; holds at ``hold_at`` until it is stopped."""
+    """Counts from 0 instead of batches; raises at ``fail_at``; waits at ``hold_at`` until it is stopped."""
 
-    def __init__(self, *, fail_at: int = -1, hold_at: int = -1, stop: threading.Event | None = None) -> None:
-        self.next, self.fail_at, self.hold_at, self.stop = 0, fail_at, hold_at, stop
-        self.made = threading.Condition()
+    def __init__(self, *, fail_at: int = -1, hold_at: int = -1) -> None:
+        self.next, self.fail_at, self.hold_at = 0, fail_at, hold_at
+        self.tokenizer = None
+        self.stop = threading.Event()
 
     def __next__(self) -> int:
         if self.next == self.fail_at:
             raise OSError("no more numbers")
-        if self.next == self.hold_at and self.stop is not None and self.stop.wait(TIMEOUT_S):
+        if self.next == self.hold_at and self.stop.wait(TIMEOUT_S):
             raise Stopped
-        with self.made:
-            self.next += 1
-            self.made.notify_all()
+        self.next += 1
         return self.next - 1
 
     def state_dict(self) -> dict[str, Any]:
@@ -144,47 +147,38 @@ class Numbers:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.next = state["next"]
 
-    def wait_made(self, count: int) -> bool:
-        with self.made:
-            return self.made.wait_for(lambda: self.next >= count, TIMEOUT_S)
 
-
-def ahead(source: Numbers, depth: int = 4) -> Prefetched[int]:
-    return Prefetched(source, depth=depth, stop=source.stop or threading.Event())
+def ahead(source: Numbers) -> StreamedBatches:
+    return StreamedBatches(source, source.stop)  # type: ignore[arg-type]
 
 
 def threads() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name == "prefetch"]
 
 
-def test_items_come_in_order_and_at_most_depth_are_made_ahead() -> None:
-    source = Numbers()
-    items = ahead(source, depth=3)
-    assert list(islice(items, 50)) == list(range(50)) and source.wait_made(53)
-    items.close()
-    assert source.next <= 54
-
-
-def test_a_state_is_that_of_the_consumer_not_of_the_thread() -> None:
-    source = Numbers()
-    items, again = ahead(source), ahead(Numbers())
-    assert list(islice(items, 10)) == list(range(10)) and source.wait_made(13)
-    again.load_state_dict(items.state_dict())
+def test_batches_come_in_order_and_a_state_is_that_of_the_consumer_not_of_the_thread() -> None:
+    items, again = ahead(Numbers()), ahead(Numbers())
+    assert list(islice(items, 10)) == list(range(10))
+    state = items.state_dict()
+    assert state["source"] == {"next": 10 + batches.AHEAD}, "as many are made ahead, and no more"
+    again.load_state_dict(state)
     assert list(islice(again, 20)) == list(islice(items, 20)) == list(range(10, 30))
     for each in (items, again):
         each.close()
 
 
-def test_an_error_comes_after_the_items_made_before_it() -> None:
+def test_an_error_comes_after_the_batches_made_before_it_and_does_not_prevent_a_save() -> None:
     items = ahead(Numbers(fail_at=3))
-    assert list(islice(items, 3)) == [0, 1, 2]
+    assert next(items) == 0
+    assert items.state_dict() == {"source": {"next": 3}, "ahead": [1, 2]}
+    assert list(islice(items, 2)) == [1, 2]
     for _ in range(2):
         with pytest.raises(OSError, match="no more numbers"):
             next(items)
 
 
 def test_closing_ends_the_thread_even_while_the_source_waits() -> None:
-    items = ahead(Numbers(hold_at=2, stop=threading.Event()))
+    items = ahead(Numbers(hold_at=2))
     assert list(islice(items, 2)) == [0, 1]
     items.close()
     assert list(items) == [] and not threads()
