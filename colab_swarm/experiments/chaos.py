@@ -7,7 +7,6 @@ import math
 import statistics
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -154,37 +153,6 @@ def train(swarm: Swarm, peers: int, on_step: Callable[..., object]) -> None:
             on_step(step=optimizer.global_step, lineage=optimizer.lineage.hex())
 
 
-class Stage:
-    """Starts and disturbs peers in virtual time, on home connections; ``meter`` gets their reports."""
-
-    def __init__(self, meter: ChaosMeter, simulation: Simulation) -> None:
-        self._meter = meter
-        self._simulation = simulation
-        simulation.begin(self._train)
-
-    def now(self) -> float:
-        return self._simulation.time
-
-    def _train(self, swarm: Swarm) -> None:
-        tell = partial(self._meter.on_step, peer=swarm.name)
-        try:
-            train(swarm, len(self._meter.peers), lambda **step: tell(self.now(), **step))
-        except Exception as error:  # of any kind: the report names it
-            self._meter.on_stop(self.now(), swarm.name, f"{swarm.name}: {error!r}")
-
-    def start(self, name: str) -> None:
-        if not self._simulation.network.is_up(name):
-            self._simulation.join(name, at=self.now())
-
-    def advance(self) -> None:
-        over = self._simulation.advance(0.2)
-        require(not over, f"no peer trains any more: {self._meter.errors}", SwarmError)
-
-    def act(self, fault: ScriptedFault) -> None:
-        if self._simulation.network.is_up(fault.arguments[0]):
-            self._simulation.fire(fault.name, *fault.arguments)
-
-
 def chaos(
     peers: Sequence[str],
     faults: Sequence[ScriptedFault],
@@ -196,41 +164,59 @@ def chaos(
 ) -> dict[str, Any]:
     """Train undisturbed for ``baseline_s``, then under ``faults`` for ``minutes``; return the figures by name.
 
-    Time is virtual, and a run depends on ``seed`` alone. ``tell`` gets a line for each fault. Raises `SwarmError` if
-    the peers do not begin to train.
+    Time is virtual, on home connections, and a run depends on ``seed`` alone. ``tell`` gets a line for each fault.
+    Raises `SwarmError` if the peers do not begin to train.
     """
     meter = ChaosMeter(peers)
     with simulate(1, seed=seed, samples_per_s=BATCH / BATCH_S) as simulation:
-        stage = Stage(meter, simulation)
+
+        def work(swarm: Swarm) -> None:
+            try:
+                train(swarm, len(peers), lambda **step: meter.on_step(simulation.time, swarm.name, **step))
+            except Exception as error:  # of any kind: the report names it
+                meter.on_stop(simulation.time, swarm.name, f"{swarm.name}: {error!r}")
+
+        simulation.begin(work)
         for peer in peers:
-            stage.start(peer)
-        until = stage.now() + START_S
+            _start(simulation, peer)
+        until = simulation.time + START_S
         while len(meter.training) < len(peers):
-            require(stage.now() < until, f"only {sorted(meter.training)} train", SwarmError)
-            stage.advance()
+            require(simulation.time < until, f"only {sorted(meter.training)} train", SwarmError)
+            _advance(simulation, meter)
         for limit_s, script in (baseline_s, ()), (60 * minutes, faults):
-            meter.begin(stage.now())
-            _play(stage, meter, script, limit_s, tell)
-        return meter.report(stage.now())
+            meter.begin(simulation.time)
+            _play(simulation, meter, script, limit_s, tell)
+        return meter.report(simulation.time)
+
+
+def _start(simulation: Simulation, peer: str) -> None:
+    if not simulation.network.is_up(peer):
+        simulation.join(peer, at=simulation.time)
+
+
+def _advance(simulation: Simulation, meter: ChaosMeter) -> None:
+    over = simulation.advance(0.2)
+    require(not over, f"no peer trains any more: {meter.errors}", SwarmError)
 
 
 def _play(
-    stage: Stage,
+    simulation: Simulation,
     meter: ChaosMeter,
     faults: Sequence[ScriptedFault],
     limit_s: float,
     tell: Callable[[str], object],
 ) -> None:
-    began = stage.now()
+    began = simulation.time
     coming = deque(faults)
-    while (now := stage.now() - began) < limit_s:
+    while (now := simulation.time - began) < limit_s:
         while coming and coming[0].at <= now:
             fault = coming.popleft()
             tell(f"{now:6.1f} s  step {meter.step}  {describe_fault(fault.name, fault.arguments)}")
             if fault.name == "restart":
-                meter.on_start(stage.now(), *fault.arguments)
-                stage.start(*fault.arguments)
+                meter.on_start(simulation.time, *fault.arguments)
+                _start(simulation, *fault.arguments)
             else:
-                stage.act(fault)
-                meter.on_fault(stage.now(), fault)
-        stage.advance()
+                if simulation.network.is_up(fault.arguments[0]):
+                    simulation.fire(fault.name, *fault.arguments)
+                meter.on_fault(simulation.time, fault)
+        _advance(simulation, meter)

@@ -20,13 +20,12 @@ import asyncio
 import math
 import random
 import statistics
-from collections.abc import Callable, Collection, Coroutine, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 from timeit import timeit
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -45,11 +44,11 @@ from colab_swarm.averaging.router import PrefixRouter
 from colab_swarm.averaging.strategy import AdaptiveShares, adaptive_shares, plan_round
 from colab_swarm.dht.service import DHT
 from colab_swarm.events import StepFinished
-from colab_swarm.experiments.report import Lines, Report, draw, reports
+from colab_swarm.experiments.report import Lines, Report, draw, reports, simulated
 from colab_swarm.net.patience import Patience
 from colab_swarm.net.peers import Contact, Message, PeerId
 from colab_swarm.runtime import loop_now
-from colab_swarm.sim import LAN, HostProfile, NetworkProfile, ScriptedFault, SimNetwork, SimPeers, run_virtual
+from colab_swarm.sim import LAN, HostProfile, NetworkProfile, ScriptedFault, SimNetwork, SimPeers
 from colab_swarm.sim.profiles import DEDLOC16, GIGABIT, MEGABIT
 from colab_swarm.swarm.simulation import Simulation
 from colab_swarm.tensors.codecs import Floats
@@ -57,7 +56,6 @@ from colab_swarm.tensors.vector import HostVector, Vector
 from colab_swarm.training.communication import Communication
 from colab_swarm.training.link_rounds import LinkRounds
 
-T = TypeVar("T")
 PATIENT = AveragingSettings(round_timeout_s=600.0, patience_s=60.0)
 RESNET50 = RoundTerms("bench", 0, b"lineage", 25_600_000, b"schema")
 SCALE = 2
@@ -76,12 +74,6 @@ def scaled(offer: Ticket, terms: RoundTerms, scale: int) -> Ticket:
 
 def trainers_of(hosts: Sequence[Ticket]) -> int:
     return sum(not ticket.assists for ticket in hosts)
-
-
-def simulated(main: Coroutine[Any, Any, T]) -> T:
-    """Return ``run_virtual(main)`` of a new thread: in a notebook, this thread has a loop already."""
-    with ThreadPoolExecutor(1) as pool:
-        return pool.submit(run_virtual, main).result()
 
 
 def simulate_round(hosts: Sequence[Ticket], strategy: Strategy, terms: RoundTerms, scale: int) -> float:

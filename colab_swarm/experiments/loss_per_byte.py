@@ -10,9 +10,6 @@ inside, as in MuLoCo (2505.23725).
 are noise, a step of all peers computes for `STEP_S`, and lines are those of homes. Large models are simulated with a
 part of their values and of that time. *lora* is one round of LoRA, rank 8 on q and v of `LORA`'s shapes.
 
-*chosen* is the loss by the way that `swarm.plan` chooses, beside that of the best way, after equal virtual hours: each
-way makes as many steps as the plan forecasts on the line, for the model and for one of `LARGE` values.
-
 *adapted* is the loss of the model after one process has trained it on the sources, and peers then train adapters (LoRA,
 rank 8 on q, k and v) on another text, Python's help pages in English.
 """
@@ -36,7 +33,7 @@ from colab_swarm.events import Event, RoundFinished
 from colab_swarm.experiments.report import Lines, Report, draw, reports
 from colab_swarm.swarm.swarm import Swarm
 from colab_swarm.tensors.codecs import codec_of
-from colab_swarm.training.communication import HOME_BPS, WAYS, Communication, plan_communication
+from colab_swarm.training.communication import Communication
 from colab_swarm.training.rounds import Rounds
 
 LOCAL_STEPS = 30
@@ -50,8 +47,6 @@ VALIDATION = 128
 ROUNDS = 4  # of `rest`; the first one does not count
 POINTS = 20  # of a curve
 LARGE = 350_000_000  # values
-LINES = {"lan": (1e9, 1e9), "colab": (100e6, 100e6), "home": HOME_BPS}  # up and down, bits per second
-PLANNED = ("float32", "float16", "int8", "often", "overlap", "int8_diloco")  # ways here, as `WAYS` has them
 
 
 class Size(NamedTuple):
@@ -304,7 +299,6 @@ def run(report: Report) -> None:
             report.add(f"{name}_{peers}_loss", mean.loss, "nats a byte", spread)
             report.add(f"{name}_{peers}_mb", mean.sent_bytes / 1e6, "MB")
             report.curves[f"{name}, {peers} peers"] = mean.curve
-        report_choices(report, size, peers)
     figures = report.figures
     for name in ("sparse", "often", "muon", "int8_diloco"):
         fewer = figures[f"float32_{PEERS}_mb"] / figures[f"{name}_{PEERS}_mb"]
@@ -317,37 +311,11 @@ def run(report: Report) -> None:
     with torch.no_grad():
         before = net.loss(texts(0, VALIDATION, unseen=True, of=help_pages())).item()
     report.add("adapted_before_loss", before, "nats a byte")
-    for name in ("float32", "diloco", "sparse", "often"):
+    for name in ("float32", "diloco", "sparse"):
         outcome = train(name, size, PEERS, 0, help_pages())
         sent = f"{outcome.sent_bytes / 1000:,.0f} kB"
         report.add(f"adapted_{name}_loss", outcome.loss, "nats a byte", sent)
     report_waits(report)
-
-
-def loss_after(curve: list[tuple[int, float, float]], steps: float) -> float:
-    """Return the loss after a number of steps, linear between the points of a curve and level beyond them."""
-    at, _, losses = zip(*curve, strict=True)
-    return float(np.interp(steps, at, losses))
-
-
-def numel_of(model: torch.nn.Module) -> int:
-    return sum(parameter.numel() for parameter in model.parameters())
-
-
-def report_choices(report: Report, size: Size, peers: int) -> None:
-    """Compare what a plan chooses with the best way, in the hours of `Size.steps` without any waiting."""
-    for network, line in LINES.items():
-        for numel in (numel_of(GPT(size)), LARGE):
-            plan = plan_communication(numel, STEP_S, peers, line)
-            hours = size.steps * STEP_S / 3600
-            steps = {forecast.name: forecast.steps_per_hour * hours for forecast in plan.forecasts}
-            losses = {}
-            for way, name in zip(PLANNED, WAYS, strict=True):
-                losses[name] = loss_after(report.curves[f"{way}, {peers} peers"], steps[name])
-            best = min(losses, key=lambda name: losses[name])
-            part = losses[plan.chosen.name] / losses[best]
-            note = f"{plan.chosen.name}; best: {best}; <= 1.1 wanted"
-            report.add(f"chosen_{network}_{numel // 10**6}m_{peers}", part, "of the best way's loss", note)
 
 
 def report_waits(report: Report) -> None:

@@ -2,11 +2,14 @@
 
 import math
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import wraps
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, TypeVar
+
+T = TypeVar("T")
 
 
 class Figure(NamedTuple):
@@ -63,6 +66,15 @@ def reports(name: str) -> Callable[[Callable[..., None]], Callable[..., Report]]
         return run
 
     return decorate
+
+
+def simulated(main: Coroutine[Any, Any, T]) -> T:
+    """Return ``run_virtual(main)`` of a new thread: in a notebook, this thread has a loop already."""
+    # not at the top: benchmarks measure the memory of processes that import this module
+    from colab_swarm.sim import run_virtual
+
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(run_virtual, main).result()
 
 
 Lines: TypeAlias = dict[str, tuple[Iterable[Any], Iterable[Any], str]]

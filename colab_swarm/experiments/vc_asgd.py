@@ -22,16 +22,14 @@ import random
 import re
 import statistics
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from colab_swarm.experiments.report import Lines, Report, draw, reports
+from colab_swarm.experiments.report import Lines, Report, draw, reports, simulated
 from colab_swarm.recipes.classify import classification_job, shape_of
 from colab_swarm.runtime import loop_now
-from colab_swarm.sim import run_virtual
 from colab_swarm.workunits import WorkPlan
 from colab_swarm.workunits.dispatcher import Dispatcher
 from colab_swarm.workunits.job import Alpha, Job, UnitTraining, measure, unit_seed
@@ -195,8 +193,7 @@ def simulate_preemption(model: PreemptionModel, seed: int = 0) -> tuple[float, i
     """Simulate the job; return its seconds, and how many instances were preempted. Instances cost
     ``volunteers * seconds``. The same ``seed`` gives the same result.
     """
-    with ThreadPoolExecutor(1) as thread:  # in a notebook this thread already runs a loop
-        return thread.submit(lambda: run_virtual(_Fleet(model, seed).run())).result()
+    return simulated(_Fleet(model, seed).run())
 
 
 class _Fleet:
