@@ -19,7 +19,7 @@ from colab_swarm.recipes.batches import IGNORED
 from colab_swarm.recipes.text import load_tokenizer
 
 if TYPE_CHECKING:
-    from transformers import EvalPrediction, PreTrainedTokenizerFast, Trainer
+    from transformers import EvalPrediction, PreTrainedTokenizerFast
 
 Entity: TypeAlias = tuple[str, int, int]
 """A kind, the first word, and the word after the last."""
@@ -118,12 +118,14 @@ def load_splits(data: str, task: DownstreamTask) -> Any:
     missing = [name for name in SPLITS if name not in splits]
     require(not missing, f"{data!r} has no split {', '.join(missing)}: the evaluation needs all three")
     columns = splits["train"].column_names
-    text = f"{data!r} has columns {', '.join(columns)}: this task reads {task.inputs} and {task.labels}"
-    require({task.inputs, task.labels} <= {*columns}, text)
-    text = (
-        f"the column {task.labels} of {data!r} does not name its labels: store them as ClassLabel of datasets"
+    require(
+        {task.inputs, task.labels} <= {*columns},
+        f"{data!r} has columns {', '.join(columns)}: this task reads {task.inputs} and {task.labels}",
     )
-    require(label_names(splits, task), text)
+    require(
+        label_names(splits, task),
+        f"the column {task.labels} of {data!r} does not name its labels: store them as ClassLabel of datasets",
+    )
     return splits
 
 
@@ -202,32 +204,15 @@ def evaluate(
         ValueError: the task is unknown, or model or data cannot be used.
     """
     require(task in TASKS, f"task={task!r} is none of {', '.join(TASKS)}")
+    import transformers as hf
+
     chosen = TASKS[task]
     settings = settings or DownstreamSettings()
     splits = load_splits(data or chosen.data, chosen)
+    names = label_names(splits, chosen)
     tokenizer = load_tokenizer(model)
     options = {"tokenizer": tokenizer, "task": chosen, "max_length": settings.max_length}
     rows = splits.map(encode, fn_kwargs=options, remove_columns=splits["train"].column_names)
-    target = Path(folder) / task
-    with TemporaryDirectory() as checkpoints:
-        trainer = _trainer(str(model), label_names(splits, chosen), rows, settings, checkpoints, tokenizer)
-        trainer.train()
-        epochs = round(trainer.state.epoch)
-        results = trainer.evaluate(rows["test"])
-    trainer.save_model(str(target))
-    return DownstreamScore(str(model), task, 100 * results["eval_score"], epochs, len(rows["test"]))
-
-
-def _trainer(
-    model: str,
-    names: Sequence[str],
-    rows: Any,
-    settings: DownstreamSettings,
-    checkpoints: str,
-    tokenizer: "PreTrainedTokenizerFast",
-) -> "Trainer":
-    import transformers as hf
-
     if isinstance(rows["train"][0]["labels"], list):
         kind = hf.AutoModelForTokenClassification
         collator = hf.DataCollatorForTokenClassification
@@ -236,9 +221,8 @@ def _trainer(
         collator = hf.DataCollatorWithPadding
     gpus = max(1, torch.cuda.device_count())
     hf.set_seed(settings.seed)
-    return hf.Trainer(
-        kind.from_pretrained(model, id2label=dict(enumerate(names))),
-        hf.TrainingArguments(
+    with TemporaryDirectory() as checkpoints:
+        arguments = hf.TrainingArguments(
             checkpoints,
             learning_rate=settings.learning_rate,
             num_train_epochs=settings.epochs,
@@ -252,14 +236,22 @@ def _trainer(
             metric_for_best_model="loss",
             report_to="none",
             seed=settings.seed,
-        ),
-        data_collator=collator(tokenizer),
-        processing_class=tokenizer,
-        train_dataset=rows["train"],
-        eval_dataset=rows["validation"],
-        compute_metrics=partial(score_of, names=names),
-        callbacks=[hf.EarlyStoppingCallback(settings.patience, settings.threshold)],
-    )
+        )
+        trainer = hf.Trainer(
+            kind.from_pretrained(str(model), id2label=dict(enumerate(names))),
+            arguments,
+            data_collator=collator(tokenizer),
+            processing_class=tokenizer,
+            train_dataset=rows["train"],
+            eval_dataset=rows["validation"],
+            compute_metrics=partial(score_of, names=names),
+            callbacks=[hf.EarlyStoppingCallback(settings.patience, settings.threshold)],
+        )
+        trainer.train()
+        epochs = round(trainer.state.epoch)
+        results = trainer.evaluate(rows["test"])
+    trainer.save_model(str(Path(folder) / task))
+    return DownstreamScore(str(model), task, 100 * results["eval_score"], epochs, len(rows["test"]))
 
 
 @dataclass(frozen=True)

@@ -130,16 +130,13 @@ def checkpoint_layers(model: Any) -> None:
 
 @dataclass(frozen=True)
 class AlbertSettings:
-    """sahajBERT's training settings (DeDLOC, section 4.3); ``lr`` to ``clamp`` are of `Lamb`.
+    """sahajBERT's training settings (DeDLOC, section 4.3); those of `Lamb` that are missing are its defaults.
 
     Its public run had a schedule of 1,000,000 steps and ended after 19,519: its rate hardly fell.
     """
 
     lr: float = 1.76e-3
-    betas: tuple[float, float] = (0.9, 0.999)
-    eps: float = 1e-6
     weight_decay: float = 0.01
-    clamp: float = 1e4
     max_grad_norm: float = 1.0
     warmup_steps: int = 5_000
     total_steps: int = 125_000
@@ -164,8 +161,7 @@ def albert_optimizer(
         chosen = SETTINGS[settings]
     else:
         chosen = settings
-    groups = parameter_groups(model, chosen.weight_decay)
-    optimizer = Lamb(groups, lr=chosen.lr, betas=chosen.betas, eps=chosen.eps, clamp=chosen.clamp)
+    optimizer = Lamb(parameter_groups(model, chosen.weight_decay), lr=chosen.lr)
 
     def share(step: int) -> float:
         if step < chosen.warmup_steps:
@@ -329,17 +325,15 @@ def replies(
     """Return a reply for each gap; ``before`` are the weights that the model had at first."""
     require(MASK in question, f"{question!r} has no gap: write {MASK} where the model is to fill in a word")
     now = fill_mask(model, tokenizer, question)
+    earlier: list[list[Guess]] = [[] for _ in now]
     if before:
         earlier = fill_mask(model, tokenizer, question, weights=before)
-    else:
-        earlier = [[] for _ in now]
-    if len(now) == 1:
-        texts = [question]
-    else:
-        texts = [f"{question} (gap {n})" for n in range(1, len(now) + 1)]
     replies = []
-    for text, guesses_before, guesses in zip(texts, earlier, now, strict=True):
-        replies.append(Reply(text, tuple(guesses_before), tuple(guesses)))
+    for number, guesses in enumerate(now):
+        text = question
+        if len(now) > 1:
+            text = f"{question} (gap {number + 1})"
+        replies.append(Reply(text, tuple(earlier[number]), tuple(guesses)))
     return replies
 
 
