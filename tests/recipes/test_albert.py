@@ -69,21 +69,10 @@ def test_the_learning_rate_rises_for_5000_steps_and_falls_to_zero_at_125000() ->
 
 
 @pytest.mark.slow
-def test_a_mix_of_sources_is_trained_on_with_a_batch_that_fits_the_machine(
-    tokenizer: Words, monkeypatch: pytest.MonkeyPatch
+def test_peers_start_equal_by_their_seed_and_read_a_mix_differently(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("colab_swarm.recipes.masked_lm._fit_this_machine", lambda *_: (2, True))
-    model, batches = albert(text={"python-docs": 1.0}, tokenizer=tokenizer, batch_size=None)
-    assert isinstance(batches, StreamedBatches)
-    batch = next(batches)
-    batches.close()
-    assert batch["input_ids"].shape == (2, 64)
-    model(**batch).loss.backward()
-    assert all(parameter.grad is not None for parameter in model.parameters())
-
-
-@pytest.mark.slow
-def test_peers_start_equal_by_their_seed_and_read_a_mix_differently(tmp_path: Path) -> None:
+    monkeypatch.setattr(masked_lm, "_fit_this_machine", lambda *_: (2, True))
     one, two = tmp_path / "a.txt", tmp_path / "b.txt"
     one.write_text("\n".join(f"{n} apples and pears fell. {n + 1} did not." for n in range(500)))
     two.write_text("\n".join(f"{n} bears slept: they did." for n in range(500)))
@@ -92,7 +81,8 @@ def test_peers_start_equal_by_their_seed_and_read_a_mix_differently(tmp_path: Pa
     expected = torch.rand(1)
     torch.manual_seed(3)
     (alice, hers), (bob, his) = (
-        albert(text=mix, language="bn", swarm=SimpleNamespace(id=name)) for name in (b"alice", b"bob")
+        albert(text=mix, language="bn", swarm=SimpleNamespace(id=name), batch_size=None)
+        for name in (b"alice", b"bob")
     )
     other, _ = albert(text="python-docs", tokenizer=hers.tokenizer, seed=1)
     assert torch.equal(torch.rand(1), expected), "the user's random numbers are untouched"
@@ -101,7 +91,14 @@ def test_peers_start_equal_by_their_seed_and_read_a_mix_differently(tmp_path: Pa
     assert all(torch.equal(tensor, state[name]) for name, tensor in alice.state_dict().items())
     assert hers.tokenizer.get_vocab() == his.tokenizer.get_vocab()
     assert hers.tokenizer.unk_token_id not in hers.tokenizer("apples and bears")["input_ids"]
-    assert not torch.equal(next(hers)["input_ids"], next(his)["input_ids"])
+    batch, other_batch = next(hers), next(his)
+    assert not torch.equal(batch["input_ids"], other_batch["input_ids"])
+    assert batch["input_ids"].shape == (2, 64), "what fits the machine"
+    alice(**batch).loss.backward()
+    assert all(parameter.grad is not None for parameter in alice.parameters())
+    for each in (hers, his):
+        assert isinstance(each, StreamedBatches)
+        each.close()
 
 
 def test_a_wrong_size_or_length_and_a_gpu_too_small_are_refused() -> None:
@@ -178,33 +175,29 @@ def test_checkpointing_gives_the_same_gradients_from_less_memory(tokenizer: Word
 
 
 @pytest.mark.parametrize(
-    ("gpu", "dtype"),
+    ("device", "gpu", "dtype"),
     [
-        ((7, 0), torch.float16),  # a V100
-        ((7, 5), torch.float16),  # a T4, as of sahajBERT's volunteers
-        ((8, 0), torch.bfloat16),  # an A100
-        ((8, 9), torch.bfloat16),
-        ((9, 0), torch.bfloat16),
+        ("cuda", (7, 0), torch.float16),  # a V100
+        ("cuda", (7, 5), torch.float16),  # a T4, as of sahajBERT's volunteers
+        ("cuda", (8, 0), torch.bfloat16),  # an A100
+        ("cuda", (9, 0), torch.bfloat16),
+        ("cpu", None, torch.float32),
     ],
 )
-def test_a_gpu_up_to_the_t4_calculates_in_float16_and_a_newer_one_in_bfloat16(
-    gpu: tuple[int, int], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+def test_a_gpu_up_to_the_t4_calculates_in_float16_a_newer_one_in_bfloat16_and_a_cpu_in_float32(
+    device: str, gpu: tuple[int, int] | None, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     answers = {"is_available": True, "get_device_capability": gpu, "is_bf16_supported": True}
     for name, answer in answers.items():
         monkeypatch.setattr(torch.cuda, name, lambda *_, answer=answer, **__: answer)
-    autocast, scaler = masked_lm.half_precision("cuda")
-    assert (autocast.device, autocast.fast_dtype) == ("cuda", dtype)
+    autocast, scaler = masked_lm.half_precision(device)
+    assert autocast.device == device
+    if device == "cpu":
+        with autocast:
+            assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == dtype
+    else:
+        assert autocast.fast_dtype == dtype
     assert scaler.is_enabled() == (dtype is torch.float16)
-
-
-def test_a_cpu_calculates_in_float32() -> None:
-    autocast, scaler = masked_lm.half_precision("cpu")
-    weight = torch.ones(2, 2, requires_grad=True)
-    with autocast:
-        product = weight @ weight
-    assert product.dtype == torch.float32 and not scaler.is_enabled()
-    assert scaler.scale(product) is product
 
 
 @pytest.mark.parametrize(

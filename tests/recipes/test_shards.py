@@ -93,13 +93,10 @@ def test_a_shard_that_gives_more_after_each_break_is_not_given_up() -> None:
     assert waits == [RETRY_AFTER_S[0]] * 7
 
 
-def test_a_source_that_never_gave_anything_raises() -> None:
-    with pytest.raises(ValueError, match="'nothing' gave no text"):
-        next(ShardReader("nothing", numbered(3, documents=0), seed=0))
-
-
-def test_a_source_that_becomes_empty_later_is_retried() -> None:
+def test_a_source_that_never_gave_anything_raises_and_one_that_becomes_empty_later_is_retried() -> None:
     full, waits = [True], Waits()
+    with pytest.raises(ValueError, match="'nothing' gave no text"):
+        next(ShardReader("nothing", numbered(3, documents=0), seed=0, wait=waits))
     reader = ShardReader("web", [lambda: iter(["here"] if full else [])], seed=0, wait=waits)
     assert next(reader) == "here"
     full.clear()
@@ -135,51 +132,21 @@ def test_plain_lines_become_documents_and_long_rows_are_cut(tmp_path: Path) -> N
 
 
 @pytest.mark.slow
-def test_text_jsonl_parquet_patterns_and_folders_are_sources(tmp_path: Path) -> None:
-    import pyarrow as pa
-    from pyarrow import parquet
-
-    rows = [{"id": n, "text": f"row {n}"} for n in range(5)]
-    for part in "ab":
-        (tmp_path / f"{part}.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n\n")
-        parquet.write_table(pa.Table.from_pylist(rows), tmp_path / f"{part}.parquet")
-    expected = sorted(2 * [row["text"] for row in rows])
-    assert sorted(read(tmp_path / "*.jsonl")) == expected
-    assert sorted(read(tmp_path / "*.parquet")) == expected
-    (tmp_path / "folder").mkdir()
-    (tmp_path / "a.jsonl").rename(tmp_path / "folder" / "train.jsonl")
-    assert sorted(read(tmp_path / "folder")) == expected[::2]
-
-
-def write_parquet(file: Path, rows: int) -> list[str]:
-    """Write a file of row groups of ten; return its documents."""
-    import pyarrow as pa
-    from pyarrow import parquet
-
-    documents = [f"row {n}" for n in range(rows)]
-    parquet.write_table(pa.table({"text": documents}), file, row_group_size=10)
-    return sorted(documents)
-
-
-@pytest.mark.slow
-def test_one_large_parquet_file_is_many_shards(tmp_path: Path) -> None:
-    documents = write_parquet(tmp_path / "all.parquet", 50)
-    shards = open_text(str(tmp_path / "all.parquet"))
-    assert len(shards) == 5
-    assert sorted(document for shard in shards for document in shard()) == documents
-
-
-@pytest.mark.slow
-def test_datasets_that_cannot_split_a_file_are_read_whole_with_a_warning(
+def test_a_large_parquet_file_is_many_shards_or_by_old_datasets_one_with_a_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import datasets
 
-    documents = write_parquet(tmp_path / "all.parquet", 50)
+    file = tmp_path / "all.parquet"
+    documents = [f"row {n}" for n in range(50)]
+    datasets.Dataset.from_dict({"text": documents}).to_parquet(file, batch_size=10)
+    assert [list(shard()) for shard in open_text(file)] == [
+        documents[at : at + 10] for at in range(0, 50, 10)
+    ]
     monkeypatch.delattr(datasets.IterableDataset, "reshard")
     with caplog.at_level(logging.WARNING):
-        (shard,) = open_text(str(tmp_path / "all.parquet"))
-    assert sorted(shard()) == documents
+        (shard,) = open_text(file)
+    assert list(shard()) == documents
     assert "install 'datasets>=5'" in caplog.text
 
 

@@ -34,26 +34,44 @@ def test_the_python_documentation_is_there_without_a_download() -> None:
     assert any("compound statement" in document for document in documents)
 
 
-def test_files_are_found_by_path_by_pattern_and_by_list(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("alpha " * 4000)
-    (tmp_path / "b.txt").write_text("beta")
+@pytest.mark.slow
+def test_a_source_is_a_path_a_pattern_a_list_or_a_folder_of_text_jsonl_or_parquet(tmp_path: Path) -> None:
+    from datasets import Dataset
+
+    texts = [f"row {n}" for n in range(5)]
+    rows = Dataset.from_dict({"id": list(range(5)), "text": texts})
+    for part in "ab":
+        rows.to_json(tmp_path / f"{part}.jsonl")
+        with (tmp_path / f"{part}.jsonl").open("a") as opened:
+            opened.write("\n\n")
+        rows.to_parquet(tmp_path / f"{part}.parquet")
+        (tmp_path / f"{part}.txt").write_text(f"{part} " * 9000)
+    for ending in ("jsonl", "parquet"):
+        assert sorted(read(tmp_path / f"*.{ending}")) == sorted(2 * texts)
     both = read(str(tmp_path / "*.txt"))
-    assert sum(map(len, both)) == 24_004 and read([tmp_path / "a.txt", tmp_path / "b.txt"]) == both
-    assert read(tmp_path / "a.txt") == both[:2]
+    (tmp_path / "empty.txt").touch()
+    assert sum(map(len, both)) == 36_000 and read(tmp_path / "a.txt") == both[:2]
+    assert read([tmp_path / "a.txt", tmp_path / "empty.txt", tmp_path / "b.txt"]) == both
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "a.jsonl").rename(tmp_path / "folder" / "train.jsonl")
+    assert read(tmp_path / "folder") == texts
 
 
 @pytest.mark.slow
-def test_a_name_that_is_nothing_is_refused_in_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_source_without_text_is_refused_in_one_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import datasets
 
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
-    with pytest.raises(ValueError, match="'no/such/thing' is neither a local file nor a Hub data set"):
-        read("no/such/thing")
-
-
-def test_a_source_without_text_is_refused(tmp_path: Path) -> None:
     (tmp_path / "empty.txt").touch()
-    sources = {"*.none": "no file matches", (): "no text", tmp_path / "empty.txt": "no text"}
+    sources: dict[TextSource, str] = {
+        "no/such/thing": "'no/such/thing' is neither a local file nor a Hub data set",
+        "*.none": "no file matches",
+        (): "no text",
+        tmp_path / "empty.txt": "no text",
+        (tmp_path / "empty.txt", tmp_path / "gone.txt"): r"there is no file .*gone",
+    }
     for source, reason in sources.items():
         with pytest.raises(ValueError, match=reason):
             read(source)
@@ -124,11 +142,3 @@ def test_a_text_without_line_breaks_is_read_once_in_shards(tmp_path: Path) -> No
     (tmp_path / "text8.txt").write_bytes(b"ab" * SHARD_BYTES)
     shards = [sum(map(len, shard())) for shard in open_text(tmp_path / "text8.txt")]
     assert shards == [SHARD_BYTES, SHARD_BYTES]
-
-
-def test_of_a_list_of_files_empty_ones_are_no_matter_and_missing_ones_are_named(tmp_path: Path) -> None:
-    (tmp_path / "empty.txt").touch()
-    (tmp_path / "full.txt").write_text("one. two.")
-    assert len(open_text([tmp_path / "empty.txt", tmp_path / "full.txt"])) == 1
-    with pytest.raises(ValueError, match=r"there is no file .*gone"):
-        open_text([tmp_path / "full.txt", tmp_path / "gone.txt"])
