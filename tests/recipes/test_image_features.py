@@ -1,5 +1,7 @@
 import math
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -127,32 +129,25 @@ def test_resnet50_has_its_published_number_of_parameters() -> None:
 
 
 @pytest.mark.parametrize(
-    ("size", "steps", "first", "highest", "batch_size"),
-    [("resnet50", 250_400, 0.0015, 4.8, 4_096), ("dedloc", 5_000, 0.304, 2.4, 32_768)],
+    ("size", "samples", "steps", "frozen", "queue_from", "rates"),
+    [
+        ("resnet50", 4_096, 250_400, 313, 4_692, (0.0015, 4.8, 0.0048)),
+        # DeDLOC's code counts micro-batches of 64 at each of 16 workers: 32 a step
+        ("dedloc", 32_768, 5_000, 5_005 // 32, 98_000 // 32, (0.304, 2.4, 0.0048)),
+    ],
 )
-def test_swav_and_dedloc_have_their_published_rates(
-    size: str, steps: int, first: float, highest: float, batch_size: int
+def test_swav_and_dedloc_have_their_published_settings(
+    size: str, samples: int, steps: int, frozen: int, queue_from: int, rates: tuple[float, ...]
 ) -> None:
-    settings = image_features.SETTINGS[size]
-    assert (settings.total_steps, settings.target_batch_size) == (steps, batch_size)
+    chosen = image_features.SETTINGS[size]
     shape = image_features.SIZES[size]
-    micro_batches = 32_768 // (16 * 64)  # of a worker, in a step of DeDLOC's 16; its code counts them
-    begins = (5_005 // micro_batches, 98_000 // micro_batches) if size == "dedloc" else (313, 4_692)
-    assert (settings.frozen_steps, shape.queue_from_step) == begins
-    assert (shape.large.count, shape.small.count, shape.queue) == (2, 6, 3_840)
+    assert (chosen.target_batch_size, chosen.total_steps, chosen.frozen_steps) == (samples, steps, frozen)
+    assert (shape.queue_from_step, shape.queue) == (queue_from, 3_840)
+    assert (shape.large.count, shape.small.count) == (2, 6)
     _, scheduler = image_features.swav_optimizer(swav(images=PICTURES)[0], size)
     body_share = scheduler.lr_lambdas[0]
-    times = (0, settings.warmup_steps, settings.total_steps)
-    assert [settings.lr * body_share(step) for step in times] == pytest.approx(
-        [first, highest, 0.0048], abs=1e-3
-    )
-
-
-def test_a_wrong_size_or_batch_is_refused() -> None:
-    with pytest.raises(ValueError, match="'huge' is none of tiny, resnet50, dedloc"):
-        swav("huge")
-    with pytest.raises(ValueError, match="at least 2"):
-        swav(images=PICTURES, batch_size=1)
+    shares = [body_share(step) for step in (0, chosen.warmup_steps, steps)]
+    assert [chosen.lr * share for share in shares] == pytest.approx(rates, abs=1e-3)
 
 
 def small(**head: Any) -> image_features.Swav:
@@ -318,15 +313,18 @@ def test_a_data_set_gives_its_column_of_images(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_no_image_is_an_error_and_a_place_without_images_is_named(tmp_path: Path) -> None:
-    for images in ([], np.zeros((0, 8, 8))):
-        with pytest.raises(ValueError, match="give at least one"):
-            open_images(images)
-    with pytest.raises(ValueError, match="no image in"):
-        open_images(tmp_path)
-
-
-@pytest.mark.parametrize("shape", [(5,), (2, 2, 2, 2), (0, 4), (4, 4, 5)])
-def test_an_array_without_the_shape_of_an_image_is_refused(shape: tuple[int, ...]) -> None:
-    with pytest.raises(ValueError, match="an image has shape"):
-        as_image(np.zeros(shape))
+def test_a_wrong_size_or_batch_a_place_without_images_and_what_is_no_image_are_refused(
+    tmp_path: Path,
+) -> None:
+    refused: list[tuple[Callable[[], object], str]] = [
+        (lambda: swav("huge"), "'huge' is none of tiny, resnet50, dedloc"),
+        (lambda: swav(images=PICTURES, batch_size=1), "at least 2"),
+        (lambda: open_images([]), "give at least one"),
+        (lambda: open_images(np.zeros((0, 8, 8))), "give at least one"),
+        (lambda: open_images(tmp_path), "no image in"),
+    ]
+    for shape in ((5,), (2, 2, 2, 2), (0, 4), (4, 4, 5)):
+        refused.append((partial(as_image, np.zeros(shape)), "an image has shape"))
+    for call, reason in refused:
+        with pytest.raises(ValueError, match=reason):
+            call()

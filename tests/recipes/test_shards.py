@@ -23,13 +23,6 @@ def numbered(count: int, documents: int = 3) -> list[Callable[[], Iterator[str]]
     return [shard(number) for number in range(count)]
 
 
-class Waits(list[float]):
-    """Returns at once and records the delays."""
-
-    def __call__(self, seconds: float) -> None:
-        self.append(seconds)
-
-
 class Breaking:
     """A shard of ten documents that breaks ``times`` times before the sixth."""
 
@@ -65,15 +58,15 @@ def test_a_reader_resumes_from_any_position(taken: int) -> None:
 
 
 def test_a_lost_connection_loses_no_document() -> None:
-    waits, shard = Waits(), Breaking(times=2)
-    found = list(islice(ShardReader("web", [shard], seed=0, wait=waits), 10))
-    assert found == [f"broken {n}" for n in range(10)] and waits == list(RETRY_AFTER_S[:2])
-    assert shard.left == 0
+    waits: list[float] = []
+    reader = ShardReader("web", [Breaking(times=2)], seed=0, wait=waits.append)
+    assert list(islice(reader, 10)) == [f"broken {n}" for n in range(10)]
+    assert waits == list(RETRY_AFTER_S[:2])
 
 
 def test_a_broken_shard_is_skipped_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
-    waits = Waits()
-    reader = ShardReader("web", [Breaking(times=99), *numbered(1)], seed=0, wait=waits)
+    waits: list[float] = []
+    reader = ShardReader("web", [Breaking(times=99), *numbered(1)], seed=0, wait=waits.append)
     with caplog.at_level(logging.WARNING):
         found = list(islice(reader, 8))
     assert sorted(found) == ["0.0", "0.1", "0.2", *(f"broken {n}" for n in range(5))]
@@ -83,24 +76,25 @@ def test_a_broken_shard_is_skipped_with_a_warning(caplog: pytest.LogCaptureFixtu
 
 
 def test_a_shard_that_gives_more_after_each_break_is_not_given_up() -> None:
-    waits, given_before_break = Waits(), iter(range(1, 9))
+    waits: list[float] = []
+    given_before_break = iter(range(1, 9))
 
     def shard() -> Iterator[str]:
         yield from map(str, range(next(given_before_break)))
         raise ConnectionError("connection lost")
 
-    assert list(islice(ShardReader("web", [shard], seed=0, wait=waits), 8)) == list("01234567")
+    assert list(islice(ShardReader("web", [shard], seed=0, wait=waits.append), 8)) == list("01234567")
     assert waits == [RETRY_AFTER_S[0]] * 7
 
 
 def test_a_source_that_never_gave_anything_raises_and_one_that_becomes_empty_later_is_retried() -> None:
-    full, waits = [True], Waits()
     with pytest.raises(ValueError, match="'nothing' gave no text"):
-        next(ShardReader("nothing", numbered(3, documents=0), seed=0, wait=waits))
-    reader = ShardReader("web", [lambda: iter(["here"] if full else [])], seed=0, wait=waits)
+        next(ShardReader("nothing", numbered(3, documents=0), seed=0, wait=lambda seconds: None))
+    full = [True]
+    shards = [lambda: iter(["here"] if full else [])]
+    reader = ShardReader("web", shards, seed=0, wait=lambda seconds: full.append(True))
     assert next(reader) == "here"
     full.clear()
-    waits.append = lambda seconds: full.append(True)  # type: ignore[method-assign,assignment]
     assert next(reader) == "here" and full
 
 
@@ -153,7 +147,7 @@ def test_a_large_parquet_file_is_many_shards_or_by_old_datasets_one_with_a_warni
 def test_a_garbled_row_ends_its_shard_only(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "good.jsonl").write_text('{"text": "one"}\n{"text": "two"}\n')
     (tmp_path / "bad.jsonl").write_text('{"text": "three"}\n{"text": \n{"text": "four"}\n')
-    reader = ShardReader("both", open_text(str(tmp_path / "*.jsonl")), seed=0, wait=Waits())
+    reader = ShardReader("both", open_text(str(tmp_path / "*.jsonl")), seed=0, wait=lambda seconds: None)
     with caplog.at_level(logging.WARNING):
         assert sorted(islice(reader, 3)) == ["one", "three", "two"]
         next(reader)
