@@ -95,7 +95,7 @@ class Collator:
         return masked.where(~(hidden & (fate >= 0.9)), noise), labels
 
 
-RETRY_AFTER_S = (1.0, 5.0, 25.0)
+EMPTY_S = 25.0  # between a pass in which a source gave nothing, and the next one
 CLOSE_S = 5.0
 AHEAD = 8
 CHECK_S = 0.2  # A consumer wakes up this often, so that an interrupt reaches it on Windows too.
@@ -116,9 +116,9 @@ class StreamPosition:
 class ShardReader(Iterator[str]):
     """An endless iterator over the documents of one source; each pass shuffles its shards again.
 
-    A shard that breaks is read again from where it broke, after `RETRY_AFTER_S`; then the rest of it is
-    skipped with a warning. ``wait(seconds)`` waits before a retry, or returns True to stop by
-    `Stopped`; without it, errors are raised at once. Raises `ValueError` if the first pass gave no document.
+    The rest of a shard that breaks is skipped with a warning: `datasets` has tried a lost connection again
+    by then, for 100 s. After a pass without a document ``wait(EMPTY_S)`` waits, or returns True to stop by
+    `Stopped`. Without ``wait``, errors are raised at once. `ValueError` if the first pass gave no document.
     """
 
     def __init__(
@@ -152,36 +152,24 @@ class ShardReader(Iterator[str]):
                     raise ValueError(
                         f"{self.name!r} gave no text: see the warnings above, or open it by hand"
                     )
-                if self._wait(RETRY_AFTER_S[-1]):
+                if self._wait(EMPTY_S):
                     raise Stopped
             self.position = StreamPosition(number + 1)
 
     def _read(self, shard: Shard) -> Iterator[str]:
-        delays = iter(RETRY_AFTER_S)
-        while True:
-            begun = self.position.documents
-            try:
-                for document in islice(shard(), begun, None):
-                    at = self.position
-                    self.position = replace(at, documents=at.documents + 1, given=at.given + 1)
-                    yield document
-                return
-            except Stopped:
-                raise
-            except Exception as error:  # datasets, fsspec, aiohttp and pyarrow raise many kinds
-                if self._wait is None:
-                    raise
+        try:
+            for document in islice(shard(), self.position.documents, None):
                 at = self.position
-                where = f"{self.name}: shard {at.shard + 1} of {self.count}"
-                if at.documents != begun:
-                    delays = iter(RETRY_AFTER_S)
-                delay_s = next(delays, None)
-                if delay_s is None:
-                    logger.warning("%s is given up after %d documents: %s", where, at.documents, error)
-                    return
-                logger.info("%s broke, retry in %g s: %s", where, delay_s, error)
-                if self._wait(delay_s):
-                    raise Stopped from error
+                self.position = replace(at, documents=at.documents + 1, given=at.given + 1)
+                yield document
+        except Stopped:
+            raise
+        except Exception as error:  # datasets, fsspec, aiohttp and pyarrow raise many kinds
+            if self._wait is None:
+                raise
+            at = self.position
+            where = f"{self.name}: shard {at.shard + 1} of {self.count}"
+            logger.warning("%s is given up after %d documents: %s", where, at.documents, error)
 
 
 def _joined(shard: Shard) -> Iterator[str]:
@@ -192,7 +180,7 @@ class TextMix:
     """Documents of a text, or of sources by weight, as ``{"wiki": 0.23}``; see `open_text`.
 
     Short rows of a text are joined, and its errors are raised at once. Sources of a mix come from
-    the network: their rows are documents, and what breaks is tried again; see `ShardReader`.
+    the network: their rows are documents, and what breaks is skipped; see `ShardReader`.
     """
 
     def __init__(

@@ -1,7 +1,9 @@
 import json
 import logging
+import threading
 from collections.abc import Callable, Iterator
-from itertools import islice
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import count, islice
 from pathlib import Path
 
 import pytest
@@ -9,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from colab_swarm.recipes import text
-from colab_swarm.recipes.batches import RETRY_AFTER_S, ShardReader
+from colab_swarm.recipes.batches import ShardReader
 from colab_swarm.recipes.text import DOCUMENT_CHARS, Stopped, open_text
 from tests.recipes.test_text import read
 
@@ -21,20 +23,6 @@ def numbered(count: int, documents: int = 3) -> list[Callable[[], Iterator[str]]
         return lambda: (f"{number}.{document}" for document in range(documents))
 
     return [shard(number) for number in range(count)]
-
-
-class Breaking:
-    """A shard of ten documents that breaks ``times`` times before the sixth."""
-
-    def __init__(self, times: int) -> None:
-        self.left = times
-
-    def __call__(self) -> Iterator[str]:
-        for number in range(10):
-            if number == 5 and self.left:
-                self.left -= 1
-                raise ConnectionError("connection lost")
-            yield f"broken {number}"
 
 
 def test_every_pass_reads_all_shards_once_in_a_different_order() -> None:
@@ -57,34 +45,61 @@ def test_a_reader_resumes_from_any_position(taken: int) -> None:
     assert list(islice(reader, 30)) == list(islice(again, 30))
 
 
-def test_a_lost_connection_loses_no_document() -> None:
-    waits: list[float] = []
-    reader = ShardReader("web", [Breaking(times=2)], seed=0, wait=waits.append)
-    assert list(islice(reader, 10)) == [f"broken {n}" for n in range(10)]
-    assert waits == list(RETRY_AFTER_S[:2])
+def broken_shard() -> Iterator[str]:
+    yield from ("broken 0", "broken 1")
+    raise ConnectionError("connection lost")
 
 
-def test_a_broken_shard_is_skipped_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
-    waits: list[float] = []
-    reader = ShardReader("web", [Breaking(times=99), *numbered(1)], seed=0, wait=waits.append)
-    with caplog.at_level(logging.WARNING):
-        found = list(islice(reader, 8))
-    assert sorted(found) == ["0.0", "0.1", "0.2", *(f"broken {n}" for n in range(5))]
-    assert [next(reader) for _ in range(8)]  # and the next pass tries it again
-    assert caplog.messages[0].endswith("of 2 is given up after 5 documents: connection lost")
-    assert waits[:3] == list(RETRY_AFTER_S)
+def test_a_broken_shard_is_skipped_with_a_warning_until_the_next_pass(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    reader = ShardReader("web", [broken_shard, *numbered(1)], seed=0, wait=lambda seconds: None)
+    for _ in range(2):
+        with caplog.at_level(logging.WARNING):
+            assert sorted(islice(reader, 5)) == ["0.0", "0.1", "0.2", "broken 0", "broken 1"]
+    assert caplog.messages[0].endswith("of 2 is given up after 2 documents: connection lost")
 
 
-def test_a_shard_that_gives_more_after_each_break_is_not_given_up() -> None:
-    waits: list[float] = []
-    given_before_break = iter(range(1, 9))
+ROWS = [f"row {n}" for n in range(20_000)]
 
-    def shard() -> Iterator[str]:
-        yield from map(str, range(next(given_before_break)))
-        raise ConnectionError("connection lost")
 
-    assert list(islice(ShardReader("web", [shard], seed=0, wait=waits.append), 8)) == list("01234567")
-    assert waits == [RETRY_AFTER_S[0]] * 7
+class DroppingHandler(BaseHTTPRequestHandler):
+    """Serves `ROWS`, but drops the connection of every other request after 1,000 bytes."""
+
+    body = "\n".join(json.dumps({"text": row}) for row in ROWS).encode()
+    requests = count()
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+    def do_HEAD(self) -> None:
+        self.send_response(200)
+        self.send_header("Accept-Ranges", "bytes")
+        self.send_header("Content-Length", str(len(self.body)))
+        self.end_headers()
+
+    def do_GET(self) -> None:
+        self.do_HEAD()
+        broken = next(self.requests) % 2 == 0
+        self.wfile.write(self.body[: 1000 if broken else None])
+
+
+@pytest.mark.slow
+def test_a_lost_connection_loses_no_document(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+
+    for name in ("OPEN", "READ"):
+        monkeypatch.setattr(datasets.config, f"STREAMING_{name}_RETRY_INTERVAL", 0)
+    server = ThreadingHTTPServer(("127.0.0.1", 0), DroppingHandler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    url = f"http://127.0.0.1:{server.server_port}/rows.jsonl"
+    card = f"---\nconfigs:\n- config_name: default\n  data_files: {url}\n---\n"
+    (tmp_path / "README.md").write_text(card)
+    reader = ShardReader("web", open_text(tmp_path), seed=0, wait=lambda seconds: None)
+    assert list(islice(reader, len(ROWS))) == ROWS
+    assert next(DroppingHandler.requests) > 2, "no connection was lost"
+    server.shutdown()
+    server.server_close()
 
 
 def test_a_source_that_never_gave_anything_raises_and_one_that_becomes_empty_later_is_retried() -> None:
@@ -99,8 +114,11 @@ def test_a_source_that_never_gave_anything_raises_and_one_that_becomes_empty_lat
 
 
 def test_waiting_ends_when_the_reader_is_closed() -> None:
-    reader = ShardReader("web", [Breaking(times=99)], seed=0, wait=lambda seconds: True)
-    assert len(list(islice(reader, 5))) == 5
+    full = [True]
+    shards = [lambda: iter(["here"] if full else [])]
+    reader = ShardReader("web", shards, seed=0, wait=lambda seconds: True)
+    assert next(reader) == "here"
+    full.clear()
     with pytest.raises(Stopped):
         next(reader)
 
