@@ -249,9 +249,10 @@ def albert(
     own_seed = peer_seed(seed, swarm.id if swarm else b"")
     stop = threading.Event()
     mix = TextMix(text, seed=own_seed, wait=stop.wait)
-    batches: Batches = MixedBatches(mix, words, batch_size=batch_size, sequence_length=length, seed=own_seed)
+    made = MixedBatches(mix, words, batch_size=batch_size, sequence_length=length, seed=own_seed)
+    batches: Batches = made
     if isinstance(text, Mapping):
-        batches = StreamedBatches(batches, stop)
+        batches = StreamedBatches(made, stop)
     from transformers import AlbertForPreTraining
 
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
