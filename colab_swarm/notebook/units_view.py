@@ -186,8 +186,7 @@ def draw_volunteer(snapshot: "VolunteerSnapshot") -> Document:
     job = plain(snapshot.job)
     document = Document(job, _state(snapshot), label=f"volunteer for {job}")
     for unit in snapshot.units:
-        if unit.unit:
-            _draw_unit(document, unit)
+        _draw_unit(document, unit)
     contribution = {
         "contributed": f"{count(snapshot.samples, 'sample')} in {duration(snapshot.seconds)}",
         "downloaded": size(snapshot.received_bytes),

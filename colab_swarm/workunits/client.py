@@ -55,12 +55,11 @@ logger = logging.getLogger(__name__)
 
 
 class SubsetCache:
-    """Subsets of a job's data on disk, by SHA-256 in ``digests``, ``max_bytes`` together; other digests are deleted."""
+    """Subsets of a job's data on disk, by SHA-256 in ``digests``; other digests are deleted."""
 
-    def __init__(self, folder: Path, digests: Collection[str], max_bytes: int) -> None:
+    def __init__(self, folder: Path, digests: Collection[str]) -> None:
         self._folder = folder
         self._digests = digests
-        self._max_bytes = max_bytes
         names = {path.name for path in folder.glob("[0-9a-f]" * 64)}
         for name in names.difference(digests):
             with suppress(OSError):
@@ -82,7 +81,7 @@ class SubsetCache:
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             size_bytes = sum(path.stat().st_size for path in self._folder.iterdir())
-            if size_bytes + len(data) <= self._max_bytes:
+            if size_bytes + len(data) <= MAX_CACHE_BYTES:
                 (self._folder / digest).write_bytes(data)
         except OSError as error:
             logger.warning("cannot save %s bytes of data in %s: %s", f"{len(data):,}", self._folder, error)
@@ -95,6 +94,7 @@ class SubsetCache:
 
 
 T = TypeVar("T")
+MAX_CACHE_BYTES = 2 << 30
 READ_BYTES = 64 << 10
 MAX_ANSWER_BYTES = 64 << 10
 MAX_CARD_BYTES = 16 << 20
@@ -348,12 +348,12 @@ def _decoded(body: bytes, kind: type[T]) -> T:
         raise RetryableError("an answer that no coordinator gives: is the link right?") from error
 
 
-@dataclass(frozen=True)
+@dataclass
 class UnitProgress:
-    """One slot of a volunteer."""
+    """A unit in hand, for people."""
 
-    unit: str = ""  # for people; empty: none
-    phase: str = "waiting"  # or downloading, training, uploading
+    unit: str
+    phase: str = "downloading"  # or training, uploading
     done: int = 0  # batches
     batches: int = 0  # of the unit
     loss: float | None = None  # of the latest batch
@@ -370,7 +370,7 @@ class VolunteerSnapshot:
     fault: str = ""  # traceback of the job's own code, if that ended it
     epoch: int = 0  # of the job, as last reported
     accuracy: float | None = None  # of the epoch before
-    units: tuple[UnitProgress, ...] = ()  # its slots
+    units: tuple[UnitProgress, ...] = ()  # in hand
     # numbers of units
     accepted: int = 0
     refused: int = 0
@@ -391,23 +391,12 @@ class UnitInHand:
     deadline: float  # seconds since the epoch
     state: dict[str, Any] | None = None  # of `UnitTraining`, saved by a killed process
     training: UnitTraining | None = None  # None until its files are here
-    phase: str = "downloading"  # or training, uploading
-    loss: float | None = None  # of the latest batch
     # monotonic times of its arrival and its latest save
     began: float = field(default_factory=time.monotonic)
     saved: float = field(default_factory=time.monotonic)
 
-    def progress(self) -> UnitProgress:
-        # a thread may set it meanwhile
-        training = self.training
-        return UnitProgress(
-            unit=f"epoch {self.unit.epoch}, subset {self.unit.subset}",
-            phase=self.phase,
-            done=training.done if training else 0,
-            batches=training.batches if training else 0,
-            loss=self.loss,
-            seconds=time.monotonic() - self.began,
-        )
+    def __post_init__(self) -> None:
+        self.progress = UnitProgress(f"epoch {self.unit.epoch}, subset {self.unit.subset}")
 
 
 class UnitSaves:
@@ -440,7 +429,10 @@ class UnitSaves:
         units = []
         for path in sorted(self._folder.glob("*.unit")):
             try:
-                owner, held = _load(path)
+                state = load_checkpoint(path)
+                unit = msgspec.msgpack.decode(state["unit"], type=GivenUnit)
+                held = UnitInHand(unit, float(state["deadline"]), state["training"])
+                owner = state["owner"]
             except (StateError, LookupError, TypeError, *UNDECODABLE) as error:
                 logger.warning("a saved unit cannot be resumed: %s", error)
                 path.unlink(missing_ok=True)
@@ -453,10 +445,3 @@ class UnitSaves:
 
     def _file(self, unit: GivenUnit) -> Path:
         return self._folder / (unit.assignment + ".unit")
-
-
-def _load(path: Path) -> tuple[str, UnitInHand]:
-    """Return the owner of a saved unit, and the unit."""
-    state = load_checkpoint(path)
-    unit = msgspec.msgpack.decode(state["unit"], type=GivenUnit)
-    return state["owner"], UnitInHand(unit, float(state["deadline"]), state["training"])

@@ -153,10 +153,6 @@ class Problem(Message, frozen=True):
     text: str
 
 
-class Refused(Exception):
-    """A request is refused, with the arguments of its `Problem`."""
-
-
 async def waited(event: Awaitable[object], seconds: float | None) -> None:
     """Wait for ``event``, ``seconds`` at most, which cancels it."""
     with suppress(TimeoutError):

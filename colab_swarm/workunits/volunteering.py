@@ -14,7 +14,7 @@ import re
 import socket
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from hashlib import sha256
@@ -36,7 +36,6 @@ from colab_swarm.workunits.client import (
     CoordinatorClient,
     SubsetCache,
     UnitInHand,
-    UnitProgress,
     UnitSaves,
     VolunteerSnapshot,
 )
@@ -65,7 +64,6 @@ SHORTEST_WAIT_S = 0.05
 TURN_S = 0.1
 """A unit trains for so long before it is another unit's turn."""
 SAVE_S = 30.0
-MAX_CACHE_BYTES = 2 << 30
 MAX_FOLDERS = 64
 """Volunteers of one name on one machine."""
 BUSY_PHASES = ("training", "uploading", "downloading")
@@ -74,19 +72,11 @@ _volunteers: "set[Volunteer]" = set()
 
 
 class _Over(Exception):
-    """The loop ends; the text says why. ``fault``: traceback of the job's code."""
+    """The work ends; the text says why."""
 
-    def __init__(self, text: str, *, fault: str = "", finished: bool = False) -> None:
-        super().__init__(text)
-        self.fault = fault
-        self.finished = finished
 
-    @classmethod
-    def failed(cls, what: str, error: BaseException) -> "_Over":
-        fault = "".join(traceback.format_exception(error))
-        logger.error("%s failed:\n%s", what, fault)
-        reason = traceback.format_exception_only(error)[-1].strip()
-        return cls(f"{what} failed: {reason}", fault=fault)
+class _JobFinished(_Over):
+    """Nobody waits for the units in hand."""
 
 
 class Volunteer:
@@ -125,11 +115,12 @@ class Volunteer:
         self._held = ExitStack()
         self._stopped = False
         self._subsets = {subset.sha256: subset for subset in card.subsets}
-        self._cache = SubsetCache(folder / "data", self._subsets, MAX_CACHE_BYTES)
+        self._cache = SubsetCache(folder / "data", self._subsets)
         self._saves = UnitSaves(folder / "units", _owner(client, card))
-        self._slots = range(units)
-        # by slot
-        self._in_hand: dict[int, UnitInHand] = {}
+        self._slots = units
+        # by assignment
+        self._in_hand: dict[str, UnitInHand] = {}
+        # those of a killed process that no slot has taken yet
         self._left_behind: list[UnitInHand] = []
         self._leaving = asyncio.Event()
         self._finish_s = 0.0
@@ -181,21 +172,19 @@ class Volunteer:
 
     def snapshot(self) -> VolunteerSnapshot:
         """Return its progress. Thread-safe."""
-        in_hand = dict(self._in_hand)
-        units = []
-        for slot in self._slots:
-            unit = in_hand.get(slot)
-            units.append(unit.progress() if unit else UnitProgress())
+        now = time.monotonic()
+        in_hand = list(self._in_hand.values())
+        units = tuple(replace(held.progress, seconds=now - held.began) for held in in_hand)
         return replace(
             self._seen,
-            state=self._state(units),
-            units=tuple(units),
+            state=self._state({unit.phase for unit in units}),
+            units=units,
             sent_bytes=self._client.sent_bytes,
             received_bytes=self._client.received_bytes,
-            seconds=self._seen.seconds or time.monotonic() - self._began,
+            seconds=self._seen.seconds or now - self._began,
         )
 
-    def _state(self, units: list[UnitProgress]) -> str:
+    def _state(self, phases: set[str]) -> str:
         if self._seen.over:
             return self._seen.state
         if self._client.trouble:
@@ -204,7 +193,6 @@ class Volunteer:
             return "leaving, once the units in hand are done"
         if self._gate.closed:
             return "paused"
-        phases = {unit.phase for unit in units}
         for phase in BUSY_PHASES:
             if phase in phases:
                 return phase
@@ -216,51 +204,52 @@ class Volunteer:
         over = _Over("left")
         try:
             async with asyncio.TaskGroup() as group:
-                self._left_behind += await asyncio.to_thread(self._saves.left_behind, now=time.time())
-                tasks = [group.create_task(self._serve(slot)) for slot in self._slots]
+                self._left_behind = await asyncio.to_thread(self._saves.left_behind, now=time.time())
+                self._in_hand = {held.unit.assignment: held for held in self._left_behind}
+                tasks = [group.create_task(self._serve()) for _ in range(self._slots)]
                 await self._leaving.wait()
-                await self._finish(tasks)
+                # while the coordinator is away, slots without a unit would wait for nothing
+                if self._in_hand or not self._client.trouble:
+                    await asyncio.wait(tasks, timeout=self._finish_s)
                 raise over
         except* Exception as ends:
-            over = _reason_of(ends.exceptions)
-        await self._farewell(over)
+            reasons = [end for end in ends.exceptions if isinstance(end, _Over)]
+            over = reasons[0] if reasons else self._failed("colab-swarm", ends.exceptions[0])
+        await self._farewell(isinstance(over, _JobFinished))
         self._seen.state = str(over)
-        self._seen.fault = over.fault
         self._seen.over = True
         self._seen.seconds = time.monotonic() - self._began
 
-    async def _finish(self, tasks: "list[asyncio.Task[None]]") -> None:
-        """Wait for the slots, as long as `leave` allows."""
-        # while the coordinator is away, those without a unit would wait for nothing
-        if self._client.trouble:
-            tasks = [task for slot, task in enumerate(tasks) if slot in self._in_hand]
-        if tasks:
-            await asyncio.wait(tasks, timeout=self._finish_s)
+    def _failed(self, what: str, error: BaseException) -> _Over:
+        """Return why the work ends, and keep the fault's traceback."""
+        self._seen.fault = "".join(traceback.format_exception(error))
+        logger.error("%s failed:\n%s", what, self._seen.fault)
+        reason = traceback.format_exception_only(error)[-1].strip()
+        return _Over(f"{what} failed: {reason}")
 
-    async def _farewell(self, over: _Over) -> None:
+    async def _farewell(self, finished: bool) -> None:
         """Give back the units in hand; where that fails they stay on disk for the next session."""
         # once the thread is idle, nothing is saved any more
         await waited(THREAD.run(lambda: None), FAREWELL_S)
-        units = [*self._in_hand.values(), *self._left_behind]
-        if units and not over.finished:
-            names = tuple(held.unit.assignment for held in units)
+        names = tuple(self._in_hand)
+        if names and not finished:
             try:
                 async with asyncio.timeout(FAREWELL_S):
                     await self._client.ask(AskForUnits(0, in_hand=names, given_back=names))
             except (PeerError, TimeoutError) as error:
                 logger.info("units were not given back: %s", error or "no answer")
                 return
-            self._seen.given_back += len(units)
-        for held in units:
+            self._seen.given_back += len(names)
+        for held in self._in_hand.values():
             self._saves.drop(held.unit)
             # a thread that still works on it saves nothing more
             held.training = None
         self._in_hand.clear()
 
-    async def _serve(self, slot: int) -> None:
+    async def _serve(self) -> None:
         waits_s = backoff(random.Random(), *AFTER_REFUSAL_S)
         while not self._leaving.is_set():
-            held = await self._next(slot)
+            held = await self._next()
             if held is None:
                 continue
             pause_s = 0.0
@@ -276,43 +265,40 @@ class Volunteer:
                     self._seen.refusal = str(error)
                     pause_s = next(waits_s)
             self._saves.drop(held.unit)
-            del self._in_hand[slot]
+            del self._in_hand[held.unit.assignment]
             await waited(self._leaving.wait(), pause_s)
 
     # -- one unit
 
-    async def _next(self, slot: int) -> UnitInHand | None:
+    async def _next(self) -> UnitInHand | None:
         """Return a unit to train; or wait for a while and return None."""
         if self._left_behind:
-            held = self._left_behind.pop()
-            self._in_hand[slot] = held
-            return held
+            return self._left_behind.pop()
         await self._gate.wait_open()
+        held = None
         try:
             # one slot at a time: else a unit on its way to another slot seems lost
             async with self._asking:
-                answer = await self._client.ask(self._request())
+                names = tuple(self._in_hand)
+                cached = self._cache.held()
+                request = AskForUnits(1, cached, self._name, names, resources=self._resources)
+                answer = await self._client.ask(request)
                 for unit in answer.units[:1]:
-                    self._in_hand[slot] = UnitInHand(unit, time.time() + unit.deadline_s)
+                    held = UnitInHand(unit, time.time() + unit.deadline_s)
+                    self._in_hand[unit.assignment] = held
         except CallRefused as error:
             raise _Over(f"the coordinator refuses: {error}") from error
         self._seen.epoch = answer.epoch
         self._seen.accuracy = answer.accuracy
         if answer.finished:
-            raise _Over("the job is finished", finished=True)
-        if answer.unfit and not answer.units:
+            raise _JobFinished("the job is finished")
+        if answer.unfit and held is None:
             logger.warning("no units for this machine: %s", answer.unfit)
             raise _Over(answer.unfit)
-        if slot not in self._in_hand:
+        if held is None:
             await waited(self._leaving.wait(), max(answer.wait_s, SHORTEST_WAIT_S))
-        if self._leaving.is_set():
-            return None
-        return self._in_hand.get(slot)
-
-    def _request(self) -> AskForUnits:
-        units = [*self._in_hand.values(), *self._left_behind]
-        names = tuple(held.unit.assignment for held in units)
-        return AskForUnits(1, self._cache.held(), self._name, names, resources=self._resources)
+        # one that has just come is given back
+        return None if self._leaving.is_set() else held
 
     async def _train(self, held: UnitInHand) -> None:
         """Train a unit and upload its result; raise CallRefused if that is refused."""
@@ -328,12 +314,14 @@ class Volunteer:
             values = await self._client.parameters(unit.parameters, self._schema)
         training = await self._compute(lambda: self._begin(held, data, values))
         held.training = training
-        held.phase = "training"
+        progress = held.progress
+        progress.phase = "training"
+        progress.batches = training.batches
         while training.done < training.batches:
             await self._compute(lambda: self._some_batches(held, training))
         schema = self._schema
         result = await self._compute(lambda: schema.encode(schema.flatten(training.model)))
-        held.phase = "uploading"
+        progress.phase = "uploading"
         await self._client.upload(unit.assignment, result)
         self._seen.accepted += 1
         self._seen.samples += subset.rows * self._job.plan.local_epochs
@@ -359,7 +347,8 @@ class Volunteer:
     def _some_batches(self, held: UnitInHand, training: UnitTraining) -> None:
         end = time.monotonic() + TURN_S
         while training.done < training.batches:
-            held.loss = training.step()
+            held.progress.loss = training.step()
+            held.progress.done = training.done
             now = time.monotonic()
             # a unit that was given back meanwhile is not saved again
             if held.training is training and now - held.saved >= SAVE_S:
@@ -375,21 +364,13 @@ class Volunteer:
             return await THREAD.run(work)
         except (Exception, SystemExit, KeyboardInterrupt) as error:
             # a retry would raise it again
-            raise _Over.failed("the job's code", error) from error
+            raise self._failed("the job's code", error) from error
 
 
 def _owner(client: CoordinatorClient, card: JobCard) -> str:
     """Return the name of a volunteer and a job, whoever coordinates it, for the saves of its units."""
     job = msgspec.structs.replace(card, key=b"", membership=b"", signature=b"").encode()
     return sha256(client.token.identity.id + job).hexdigest()
-
-
-def _reason_of(errors: Sequence[Exception]) -> _Over:
-    """Return why the work ended: its own reason, or else the first fault."""
-    for error in errors:
-        if isinstance(error, _Over):
-            return error
-    return _Over.failed("colab-swarm", errors[0])
 
 
 def volunteer(

@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 from aiohttp import web
 
-from colab_swarm.errors import NotAdmitted, StoreError
+from colab_swarm.errors import CallRefused, NotAdmitted, StoreError
 from colab_swarm.net.peers import UNDECODABLE, Message, remember
 from colab_swarm.notebook.page import PATHS, Answering, listen
 from colab_swarm.notebook.units_view import status_page
@@ -33,11 +33,10 @@ from colab_swarm.workunits.messages import (
     GivenUnits,
     JobCard,
     Problem,
-    Refused,
     RequestGate,
     Taken,
 )
-from colab_swarm.workunits.state import Assigned, JobStatus, Rejected, Unit
+from colab_swarm.workunits.state import AnyEntry, Assigned, JobStatus, Rejected, Unit
 from colab_swarm.workunits.store import Blobs
 from colab_swarm.workunits.weights import Floats, Schema, as_bytes, moved
 
@@ -49,7 +48,7 @@ MIN_UPLOADS = 4
 MAX_UPLOADS = 32
 MAX_UPLOADS_BYTES = 1 << 30
 MAX_DOWNLOADS = 64
-PACKED_BYTES = 256 << 20  # of compressed parameters that are kept, by their sizes before
+KEPT_BYTES = 128 << 20  # of parameters that are kept, and as many of compressed ones, by their sizes before
 SHARE = 4
 """A volunteer has one in `SHARE` of the transfers at most."""
 MAX_CHECKS = 4
@@ -92,7 +91,8 @@ class CoordinatorServer:
         status: Callable[[], JobStatus],
     ) -> None:
         self.url = ""
-        self.running = {"upload": 0, "download": 0}
+        # under way by kind, `upload` or `download`, and volunteer
+        self.transfers: Counter[tuple[str, str]] = Counter()
         self._job = job
         self._card = card
         self._log = log
@@ -101,17 +101,13 @@ class CoordinatorServer:
         self._dispatcher = log.dispatcher
         self._schema = Schema.of(job.first_model())
         self._judge = partial(self._schema.judge, max_change=job.plan.max_change, most=most)
-        # version and file of the newest parameters: many fetch them
-        self._newest = (-1, memoryview(b""))
+        # files of parameters by version, the latest of them, plain and compressed: many volunteers fetch them
+        self._files: dict[int, memoryview] = {}
         self._loading = asyncio.Lock()
-        # the files of parameters that were compressed last, by version: equal for all units that begin with it
         self._packed: dict[int, memoryview] = {}
         self._packing = asyncio.Lock()
+        self._most_kept = max(1, KEPT_BYTES // self._schema.size_bytes)
         self._checking = asyncio.Semaphore(MAX_CHECKS)
-        # assignments whose results are being checked
-        self._under_check: set[str] = set()
-        # transfers under way by kind and volunteer
-        self._transfers: Counter[tuple[str, str]] = Counter()
         self._page = status_page(status)
         self._runner: web.AppRunner | None = None
 
@@ -155,8 +151,8 @@ class CoordinatorServer:
         except NotAdmitted as error:
             code = "busy" if error.reason == "busy" else "token"
             return _refusal(STATUSES[code], Problem(code, str(error)))
-        except Refused as error:
-            return _refusal(STATUSES[error.args[0]], Problem(*error.args))
+        except CallRefused as error:
+            return _refusal(STATUSES[error.code], Problem(error.code, str(error)))
         except StoreError:
             problem = Problem("busy", "the coordinator's store does not answer: try again in a few seconds")
             return _refusal(503, problem, {"Retry-After": str(BROKEN_S)})
@@ -164,9 +160,7 @@ class CoordinatorServer:
             if not request.path.startswith("/api"):
                 raise
             problem = Problem("unknown", f"{error.reason}: is this the newest colab-swarm?")
-            headers = {}
-            if "Allow" in error.headers:
-                headers["Allow"] = error.headers["Allow"]
+            headers = {name: value for name, value in error.headers.items() if name == "Allow"}
             return _refusal(error.status, problem, headers)
 
     def _admit(self, request: web.Request) -> None:
@@ -180,34 +174,38 @@ class CoordinatorServer:
     async def _read(self, request: web.Request, most_bytes: int) -> bytes:
         size = request.content_length
         if size is None and request.body_exists:
-            raise Refused("invalid", "the body's length is missing: send Content-Length")
+            raise CallRefused("invalid", "the body's length is missing: send Content-Length")
         if size is not None and size > most_bytes:
-            raise Refused("size", f"a body of {size:,} bytes: {most_bytes:,} at most")
+            raise CallRefused("size", f"a body of {size:,} bytes: {most_bytes:,} at most")
         limit_s = READ_S + most_bytes / SLOWEST_BYTES_S
         try:
             async with asyncio.timeout(limit_s):
                 body = await request.content.read()
         except OSError as error:
             # the client hung up, or took too long
-            raise Refused("busy", f"the body did not arrive within {limit_s:.0f} s: send it again") from error
+            raise CallRefused(
+                "busy", f"the body did not arrive within {limit_s:.0f} s: send it again"
+            ) from error
         if sha256(body).digest() != request[DIGEST]:
-            raise Refused("invalid", "the body is not the signed one")
+            raise CallRefused("invalid", "the body is not the signed one")
         return body
 
     @asynccontextmanager
     async def _transfer(self, request: web.Request, kind: str, most: int) -> AsyncIterator[None]:
         """Count a transfer of a volunteer for the length of the block, ``most`` at once."""
         transfer = (kind, request[VOLUNTEER])
-        if self.running[kind] >= most or self._transfers[transfer] >= most // SHARE:
-            raise Refused("busy", f"too many {kind}s at once: try again in a second")
-        self.running[kind] += 1
-        self._transfers[transfer] += 1
+        if self.running(kind) >= most or self.transfers[transfer] >= most // SHARE:
+            raise CallRefused("busy", f"too many {kind}s at once: try again in a second")
+        self.transfers[transfer] += 1
         try:
             yield
         finally:
-            self.running[kind] -= 1
             # drops volunteers without any, which -= 1 on the key would keep
-            self._transfers -= Counter([transfer])
+            self.transfers -= Counter([transfer])
+
+    def running(self, kind: str) -> int:
+        """Return the number of transfers of a ``kind`` under way."""
+        return sum(number for transfer, number in self.transfers.items() if transfer[0] == kind)
 
     # -- the job and its units
 
@@ -220,7 +218,7 @@ class CoordinatorServer:
         try:
             ask = msgspec.msgpack.decode(body, type=AskForUnits)
         except UNDECODABLE as error:
-            raise Refused("invalid", f"no AskForUnits: {error}") from error
+            raise CallRefused("invalid", f"no AskForUnits: {error}") from error
         core = self._dispatcher
         async with self._log.deciding() as now:
             _raise(core.ban_of(volunteer, now=now))
@@ -285,55 +283,48 @@ class CoordinatorServer:
     async def _result(self, request: web.Request) -> web.Response:
         """Take a result, which is in memory until it is checked. If that fails for now, it may be sent again."""
         assignment = request.match_info["assignment"]
-        _raise(self._dispatcher.refusal(assignment, request[VOLUNTEER], now=time.time()))
+        volunteer = request[VOLUNTEER]
+        _raise(self._dispatcher.refusal(assignment, volunteer, now=time.time()))
         size = request.content_length
         expected = self._schema.size_bytes
         if size is not None and size != expected:
-            raise Refused("size", f"a result of {size:,} bytes: those of this job have {expected:,}")
+            raise CallRefused("size", f"a result of {size:,} bytes: those of this job have {expected:,}")
         async with self._transfer(request, "upload", most_uploads(expected)):
             data = await self._read(request, expected)
-            if assignment in self._under_check:
-                raise Refused("busy", "this result is here and is being checked: ask again in a second")
-            self._under_check.add(assignment)
-            try:
-                async with self._checking:
-                    await self._take(request[VOLUNTEER], assignment, data)
-            finally:
-                self._under_check.discard(assignment)
+            async with self._checking:
+                await self._take(volunteer, assignment, data)
         return _answer(Taken(assignment))
 
     async def _take(self, volunteer: str, assignment: str, data: bytes) -> None:
-        """Check a result and write what follows from it; raise Refused if it is invalid or not wanted."""
+        """Check a result and write what follows from it; raise CallRefused if it is invalid or not wanted."""
         core = self._dispatcher
-        # it waited for its check, and may not be wanted any more
-        _raise(core.refusal(assignment, volunteer, now=time.time()))
         unit = None
         if self._job.plan.replication > 1:
             unit = core.state.replicas[assignment].given.unit
         _, file = await self._file(unit)
         base = self._schema.decode(file)
+        values = base
+        change = 0.0
+        fault = ""
         try:
             values, change = await asyncio.to_thread(self._judge, data, base, tuple(core.state.changes))
         except ValueError as error:
-            await self._reject(volunteer, assignment, str(error))
-            raise Refused("invalid", str(error)) from error
+            fault = str(error)
         async with self._log.deciding() as now:
+            # it waited for its check, and may not be wanted any more
             _raise(core.refusal(assignment, volunteer, now=now))
-            distance = partial(self._distance, {assignment: values}, base)
-            entries = await asyncio.to_thread(core.on_result, assignment, change, distance, now=now)
+            entries: list[AnyEntry] = [Rejected(at=now, assignment=assignment, reason=fault)]
+            if not fault:
+                distance = partial(self._distance, {assignment: values}, base)
+                entries = await asyncio.to_thread(core.on_result, assignment, change, distance, now=now)
             rejected = [entry for entry in entries if isinstance(entry, Rejected)]
             reasons = [entry.reason for entry in rejected if entry.assignment == assignment]
             blobs = {}
             if not reasons:
                 blobs[f"result-{assignment}"] = bytes(as_bytes(values))
             await self._log.write(entries, put=blobs, drop=core.obsolete(entries))
-            if reasons:
-                raise Refused("invalid", reasons[0])
-
-    async def _reject(self, volunteer: str, assignment: str, reason: str) -> None:
-        async with self._log.deciding() as now:
-            _raise(self._dispatcher.refusal(assignment, volunteer, now=now))
-            await self._log.write([Rejected(at=now, assignment=assignment, reason=reason)])
+        if reasons:
+            raise CallRefused("invalid", reasons[0])
 
     def _distance(self, results: dict[str, Floats], base: Floats, assignment: str, other: str) -> float:
         """Return the distance of two results as a share of the change from ``base``.
@@ -352,7 +343,7 @@ class CoordinatorServer:
     async def _data(self, request: web.Request) -> web.StreamResponse:
         digest = request.match_info["digest"]
         if not any(subset.sha256 == digest for subset in self._card.subsets):
-            raise Refused("unknown", "no such data: ask for units")
+            raise CallRefused("unknown", "no such data: ask for units")
         async with self._transfer(request, "download", MAX_DOWNLOADS):
             with (self._folder / "data" / digest).open("rb") as file:
                 data = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
@@ -363,48 +354,43 @@ class CoordinatorServer:
         unit = Unit(*numbers) if numbers else None
         # before anything is read: one volunteer cannot keep the store and a core busy
         async with self._transfer(request, "download", MAX_DOWNLOADS):
-            if request.headers.get("Accept") != PACKED:
-                version, data = await self._file(unit)
-                return await self._send(request, data, f'"{version}"')
-            version, packed = await self._packed_file(unit)
-            return await self._send(request, packed, f'"{version}-packed"', PACKED)
-
-    async def _packed_file(self, unit: Unit | None) -> tuple[int, memoryview]:
-        async with self._packing:
-            if unit is not None:
-                version = self._version_of(unit)
-                if version in self._packed:
-                    return version, self._packed[version]
             version, data = await self._file(unit)
-            if version not in self._packed:
-                packed = memoryview(await asyncio.to_thread(self._schema.pack, data))
-                remember(self._packed, version, packed, max(1, PACKED_BYTES // self._schema.size_bytes))
-            return version, self._packed[version]
+            if request.headers.get("Accept") != PACKED:
+                return await self._send(request, data, f'"{version}"')
+            async with self._packing:
+                if version not in self._packed:
+                    packed = await asyncio.to_thread(self._schema.pack, data)
+                    remember(self._packed, version, memoryview(packed), self._most_kept)
+                data = self._packed[version]
+            return await self._send(request, data, f'"{version}-packed"', PACKED)
+
+    async def _file(self, unit: Unit | None) -> tuple[int, memoryview]:
+        """Return version and file of a unit's initial parameters; None: the newest ones."""
+        async with self._loading:
+            if unit is None:
+                version = max({self._dispatcher.state.version, *self._files})
+            else:
+                version = self._version_of(unit)
+            if version not in self._files:
+                version, values = await self._load(unit, version)
+                file = memoryview(b"".join((self._schema.head(), values)))
+                remember(self._files, version, file, self._most_kept)
+            return version, self._files[version]
+
+    async def _load(self, unit: Unit | None, version: int) -> tuple[int, bytes | memoryview]:
+        if unit is None:
+            newest = await asyncio.to_thread(self._log.store.parameters)
+            return newest.version, as_bytes(newest.values)
+        try:
+            return version, await asyncio.to_thread(self._log.store.blob, f"base-{unit}")
+        except LookupError as error:
+            raise CallRefused("stale", f"unit {unit} is not open: ask for other units") from error
 
     def _version_of(self, unit: Unit) -> int:
         state = self._dispatcher.state.open.get(unit)
         if state is None or not state.replicas:
-            raise Refused("stale", f"unit {unit} is not open: ask for other units")
+            raise CallRefused("stale", f"unit {unit} is not open: ask for other units")
         return state.replicas[0].given.version
-
-    async def _file(self, unit: Unit | None) -> tuple[int, memoryview]:
-        """Return version and file of a unit's initial parameters; None: the newest ones."""
-        if unit is None:
-            return await self._newest_file()
-        version = self._version_of(unit)
-        try:
-            values = await asyncio.to_thread(self._log.store.blob, f"base-{unit}")
-        except LookupError as error:
-            raise Refused("stale", f"unit {unit} is not open: ask for other units") from error
-        return version, memoryview(self._schema.head() + values)
-
-    async def _newest_file(self) -> tuple[int, memoryview]:
-        async with self._loading:
-            if self._newest[0] < self._dispatcher.state.version:
-                parameters = await asyncio.to_thread(self._log.store.parameters)
-                file = await asyncio.to_thread(self._schema.encode, parameters.values)
-                self._newest = (parameters.version, memoryview(file))
-            return self._newest
 
     async def _send(
         self, request: web.Request, data: memoryview, etag: str, kind: str = "application/octet-stream"
@@ -447,7 +433,7 @@ async def _stream(request: web.Request, response: web.StreamResponse, data: memo
 
 def _raise(refusal: tuple[str, str] | None) -> None:
     if refusal is not None:
-        raise Refused(*refusal)
+        raise CallRefused(*refusal)
 
 
 def _answer(message: Message, status: int = 200, headers: Mapping[str, str] = {}) -> web.Response:

@@ -225,7 +225,8 @@ def die_in_units(parent: Channel, epochs: int, folder: str, link: str, name: str
             own = volunteer(link, job=ordeal_job(epochs), name=name, folder=Path(folder) / "volunteers")
         time.sleep(0.02)
     while not own.wait(0.01):
-        unit = own.snapshot().units[0].unit
+        units = own.snapshot().units
+        unit = units[0].unit if units else ""
         if unit and unit != last and rng.random() < 0.2:
             threading.Timer(rng.uniform(0.0, 0.3), os.kill, (os.getpid(), signal.SIGKILL)).start()
         last = unit or last

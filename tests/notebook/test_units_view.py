@@ -19,7 +19,6 @@ MARKS = ("assimilated", "queued", "training", "late", "rejected", "waiting")
 UNITS = (
     UnitProgress("epoch 3, subset 7", "training", done=5, batches=20, loss=0.4321, seconds=12.0),
     UnitProgress("epoch 3, subset 8", "downloading", seconds=0.5),
-    UnitProgress(phase="waiting"),
 )
 SAID = {"job": "digits", "state": "training", "over": False, "fault": ""}
 DONE = {"accepted": 12, "refused": 1, "given_back": 0, "refusal": "its deadline passed <b>"}

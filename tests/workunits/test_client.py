@@ -185,11 +185,12 @@ def test_data_are_saved_up_to_a_bound_for_the_next_process_and_what_is_garbled_i
     files = [bytes([number]) * 50 for number in range(3)]
     first, second, third = digests = [sha256(data).hexdigest() for data in files]
     folder = tmp_path / "new"
-    cache = SubsetCache(folder, digests, 100)
+    monkeypatch.setattr(module, "MAX_CACHE_BYTES", 100)
+    cache = SubsetCache(folder, digests)
     assert cache.get(first) is None and cache.held() == ()
     for digest, data in zip(digests, files, strict=True):
         cache.put(digest, data)
-    again = SubsetCache(folder, digests, 100)
+    again = SubsetCache(folder, digests)
     assert (again.get(first), again.get(third), again.held()) == (files[0], None, (first, second))
     monkeypatch.setattr(module, "MAX_HELD", 1)
     assert again.held() == (first,)  # as many as fit in a message
@@ -197,13 +198,13 @@ def test_data_are_saved_up_to_a_bound_for_the_next_process_and_what_is_garbled_i
     assert again.get(first) is None and again.held() == (second,) and "garbled" in caplog.text
     (folder / "thesis.txt").write_text("of the user")
     (folder / ("0" * 64)).mkdir()
-    assert SubsetCache(folder, [third], 100).get(second) is None
+    assert SubsetCache(folder, [third]).get(second) is None
     assert {path.name for path in folder.iterdir()} == {"thesis.txt", "0" * 64}
 
 
 def test_what_cannot_be_saved_costs_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "file").write_text("")
-    SubsetCache(tmp_path / "file", [], 100).put("0" * 64, b"alice")
+    SubsetCache(tmp_path / "file", []).put("0" * 64, b"alice")
     assert "cannot save 5 bytes" in caplog.text
     saves(tmp_path).save(UnitInHand(UNIT, 100.0, {"optimizer": object()}))
     saves(tmp_path / "file").save(UnitInHand(UNIT, 100.0))

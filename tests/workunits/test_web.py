@@ -13,10 +13,10 @@ import pytest
 
 from colab_swarm.workunits.client import CoordinatorClient
 from colab_swarm.workunits.job import Rows
-from colab_swarm.workunits.messages import PACKED, Taken
+from colab_swarm.workunits.messages import PACKED
 from colab_swarm.workunits.sql_store import MEMORY, SqlStore
 from colab_swarm.workunits.state import Accepted, AnyEntry
-from colab_swarm.workunits.web import MAX_DOWNLOADS, most_uploads
+from colab_swarm.workunits.web import MAX_DOWNLOADS, SHARE, most_uploads
 from tests.workunits.local import RUN, coordinating, tiny_job, until
 
 PLAIN = "application/octet-stream"
@@ -87,7 +87,7 @@ async def test_units_that_begin_with_one_version_are_read_and_packed_once_and_no
         read, blobs = scene.store.blob, list[str]()
         monkeypatch.setattr(scene.store, "blob", lambda name: blobs.append(name) or read(name))
         units = [*await scene.alice.ask(2), *await scene.bob.ask(2)]
-        scene.server._transfers["download", scene.alice.token.identity.id.hex()] = MAX_DOWNLOADS
+        scene.server.transfers["download", scene.alice.token.identity.id.hex()] = MAX_DOWNLOADS // SHARE
         refused = await scene.alice.send("GET", f"/api/{units[0].parameters}", Accept=PACKED)
         assert (refused.status, refused.problem.code, packed, blobs) == (503, "busy", [], [])
         for _ in range(3):
@@ -118,34 +118,28 @@ class Slow(SqlStore):
         super().append(entries, **blobs)
 
 
-async def test_while_a_result_is_checked_the_same_one_has_to_wait(tmp_path: Path) -> None:
+async def test_a_result_that_is_sent_again_while_it_is_checked_counts_once(tmp_path: Path) -> None:
     store = Slow()
     async with coordinating(tiny_job(), tmp_path, store=store) as scene:
         name, file = await scene.alice.unit()
-        first = asyncio.create_task(scene.alice.upload(name, file))
+        first, again = (asyncio.create_task(scene.alice.upload(name, file)) for _ in range(2))
         await until(store.reached.is_set)
-        answer = await scene.alice.upload(name, file)
-        assert answer.status == 503 and int(answer.headers["Retry-After"]) > 0
+        await until(lambda: scene.server.running("upload") == 2)
         store.go_on.set()
-        assert (await first).message(Taken) == Taken(name)
+        assert {(await first).status, (await again).status} == {200, 410}
+        assert scene.kinds().count("Accepted") == 1
 
 
 async def test_transfers_beyond_the_most_at_once_must_retry(tmp_path: Path) -> None:
     assert [most_uploads(size) for size in (64, 64 << 20, 4 << 30)] == [32, 16, 4]
     async with coordinating(tiny_job(), tmp_path) as scene:
         name, file = await scene.alice.unit()
-        running = scene.server.running
-        running["download"], running["upload"] = MAX_DOWNLOADS, most_uploads(len(file))
-        for answer in (
-            await scene.alice.send("GET", "/api/parameters"),
-            await scene.alice.upload(name, file),
-        ):
-            assert (answer.status, answer.problem.code) == (503, "busy")
-        running["download"] -= 1
-        running["upload"] -= 1
-        for answer in (
-            await scene.alice.send("GET", "/api/parameters"),
-            await scene.alice.upload(name, file),
-        ):
-            assert answer.status == 200
-        assert (running["download"], running["upload"]) == (MAX_DOWNLOADS - 1, most_uploads(len(file)) - 1)
+        transfers = scene.server.transfers
+        transfers["download", "bob"] = MAX_DOWNLOADS
+        transfers["upload", "bob"] = most_uploads(len(file))
+        for status in (503, 200):
+            answers = [await scene.alice.send("GET", "/api/parameters"), await scene.alice.upload(name, file)]
+            assert [answer.status for answer in answers] == [status, status]
+            transfers["download", "bob"] -= 1
+            transfers["upload", "bob"] -= 1
+        assert scene.server.running("download") == MAX_DOWNLOADS - 2

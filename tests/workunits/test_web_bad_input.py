@@ -149,14 +149,14 @@ async def test_half_sent_results_leave_nothing_and_one_volunteer_cannot_take_all
         method, target, headers = put(mine.assignment, size=len(file))
         halves = [scene.alice.raw(method, target, file[:9], **headers) for _ in range(40)]
         tasks = [asyncio.create_task(half) for half in halves]
-        await until(lambda: sum(task.done() for task in tasks) + scene.server.running["upload"] == 40)
+        await until(lambda: sum(task.done() for task in tasks) + scene.server.running("upload") == 40)
         assert {task.result().status for task in tasks if task.done()} == {503}
-        assert scene.server.running["upload"] == web.MAX_UPLOADS // web.SHARE
+        assert scene.server.running("upload") == web.MAX_UPLOADS // web.SHARE
         assert scene.state() == before
         assert (await scene.bob.upload(other.assignment, file)).status == 200
         for task in tasks:
             task.cancel()
-        await until(lambda: scene.server.running["upload"] == 0)
+        await until(lambda: scene.server.running("upload") == 0)
         assert (await scene.alice.upload(mine.assignment, file)).status == 200
     assert caplog.records == []  # broken connections happen all the time
 
