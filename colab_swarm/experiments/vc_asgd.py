@@ -235,15 +235,15 @@ class _Fleet:
         while not dispatcher.state.finished:
             now = loop_now()
             self._commit(*dispatcher.expired(now=now))
-            given = dispatcher.assign(instance, 1, (), now=now)
-            if not given:
+            given = dispatcher.assign(instance, (), now=now)
+            if given is None:
                 await asyncio.sleep(dispatcher.wait_s(instance, now=now))
                 continue
-            self._commit(*given)
+            self._commit(given)
             await asyncio.sleep(self._model.unit_s)
             now = loop_now()
-            unit = given[0].unit
-            name = given[0].assignment
+            unit = given.unit
+            name = given.assignment
             # a copy of the unit came first
             if dispatcher.refusal(name, instance, now=now) is not None:
                 continue

@@ -31,14 +31,14 @@ from colab_swarm.workunits.messages import (
     FRESH_S,
     MAX_HELD,
     PACKED,
-    AskForUnits,
+    AskForUnit,
     GivenUnit,
-    GivenUnits,
     JobCard,
     Problem,
     Subset,
     Taken,
     Token,
+    UnitAnswer,
 )
 from colab_swarm.workunits.weights import Floats, Schema
 
@@ -153,9 +153,9 @@ class CoordinatorClient:
                 raise NotAdmitted(f"{self.url} belongs to a {role.name.lower()}, who may not coordinate")
         return card
 
-    async def ask(self, request: AskForUnits) -> GivenUnits:
-        """Request units, or return some untrained."""
-        return await self._call("POST", "/api/units", GivenUnits, msgspec.msgpack.encode(request))
+    async def ask(self, request: AskForUnit) -> UnitAnswer:
+        """Request a unit, or return all units untrained."""
+        return await self._call("POST", "/api/units", UnitAnswer, msgspec.msgpack.encode(request))
 
     async def data(self, subset: Subset) -> bytes:
         """Fetch a subset of the data, for `Rows.decode`."""

@@ -99,6 +99,9 @@ class Coordinator(contextlib.AbstractContextManager["Coordinator"]):
         self.job = job
         self.store = store
         self.folder = folder
+        text = f"servers={servers!r}: it must be a whole number, 1 at least, or 'auto'"
+        require(servers == "auto" or (isinstance(servers, int) and servers >= 1), text)
+        # may be set at any time
         self.servers = servers
         self.url = ""
         self.stopped = False
@@ -146,17 +149,6 @@ class Coordinator(contextlib.AbstractContextManager["Coordinator"]):
             subsets=subsets,
         )
         return card.signed(identity.sign)
-
-    @property
-    def servers(self) -> int | Literal["auto"]:
-        """Number of parameter servers; may be set at any time."""
-        return self._servers
-
-    @servers.setter
-    def servers(self, servers: int | Literal["auto"]) -> None:
-        text = f"servers={servers!r}: it must be a whole number, 1 at least, or 'auto'"
-        require(servers == "auto" or (isinstance(servers, int) and servers >= 1), text)
-        self._servers = servers
 
     def invite(self, *, hours: float = 7 * 24.0) -> Invitation:
         """Return a link that lets volunteers in for ``hours``; who used it may stay a week longer.
@@ -219,9 +211,7 @@ class Coordinator(contextlib.AbstractContextManager["Coordinator"]):
             raise
 
     async def _start(self, options: CoordinatorOptions, tunnel: TunnelSettings | None) -> None:
-        # reads the log
-        async with self._log.deciding():
-            pass
+        await self._log.begin()
         self._upkeep = asyncio.create_task(self._keep_up(), name="coordinate")
         host = options.get("host", "")
         self.url = options.get("url", "")

@@ -21,6 +21,7 @@ store's log: the coordinator may be killed at any moment. Decisions are made one
 import asyncio
 import logging
 import math
+import os
 import random
 import statistics
 import time
@@ -37,6 +38,7 @@ from colab_swarm.workunits.state import (
     Accepted,
     AnyEntry,
     Assigned,
+    Began,
     EpochEnded,
     Expired,
     Finished,
@@ -44,11 +46,9 @@ from colab_swarm.workunits.state import (
     JobState,
     Rejected,
     Returned,
-    ServerEntry,
     Unit,
     UnitState,
     VolunteerState,
-    encode_entry,
 )
 from colab_swarm.workunits.store import Blobs, ParameterStore
 
@@ -98,33 +98,38 @@ class Dispatcher:
     def assign(
         self,
         volunteer: str,
-        count: int,
         held: Collection[str],
         *,
         now: float,
         name: str = "",
         resources: Resources = NOTHING,
-    ) -> list[Assigned]:
-        """Assign up to ``count`` units to a volunteer that has the subsets of SHA-256 ``held``."""
-        if self.unfit(resources):
-            return []
+    ) -> Assigned | None:
+        """Assign a unit to a volunteer that has the subsets of SHA-256 ``held``; None: there is none for it."""
         record = self.state.volunteer(volunteer)
-        room = min(count, self._most_in_flight(record) - record.in_flight)
+        most = self._plan.in_flight
+        if not record.proven:
+            most = min(most, FEW)
         done = self.state.finished or self.state.epoch > self._plan.max_epochs
-        if done or room <= 0 or record.idle_until > now:
-            return []
-        return [
-            Assigned(
-                at=now,
-                unit=unit,
-                assignment=f"{self._rng.getrandbits(128):032x}",
-                volunteer=volunteer,
-                name=name,
-                deadline=now + self._deadline_s(self.state.open[unit]),
-                version=self._first_version(self.state.open[unit]),
-            )
-            for unit in self._choices(record, volunteer, held, now)[:room]
-        ]
+        busy = record.in_flight >= most or record.idle_until > now
+        if done or busy or self.unfit(resources):
+            return None
+        unit = self._choice(record, volunteer, held, now)
+        if unit is None:
+            return None
+        state = self.state.open[unit]
+        version = self.state.version
+        # replicas of a unit start from the same parameters
+        if self._plan.replication > 1 and state.replicas:
+            version = state.replicas[0].given.version
+        return Assigned(
+            at=now,
+            unit=unit,
+            assignment=f"{self._rng.getrandbits(128):032x}",
+            volunteer=volunteer,
+            name=name,
+            deadline=now + self._deadline_s(state),
+            version=version,
+        )
 
     def unfit(self, resources: Resources) -> str:
         """Return why a machine with these ``resources`` gets no units; empty if it does."""
@@ -133,22 +138,24 @@ class Dispatcher:
             return f"this job needs {lacks}: volunteer with another machine"
         return ""
 
-    def _most_in_flight(self, record: VolunteerState) -> int:
-        if record.proven:
-            return self._plan.in_flight
-        return min(self._plan.in_flight, FEW)
-
-    def _choices(
+    def _choice(
         self, record: VolunteerState, volunteer: str, held: Collection[str], now: float
-    ) -> list[Unit]:
-        """Return the units that a volunteer may train, the best for it first.
+    ) -> Unit | None:
+        """Return the unit that is best for a volunteer; None if it may train none.
 
         A proven one gets units that failed before first, any other gets them last. Then those of
         data that it has. Volunteers start at different places. Copies are the last resort.
         """
-        others = self._has_others(volunteer, now)
         open_units = self.state.open
-        free = [unit for unit in open_units if self._is_free(open_units[unit], volunteer, others, now)]
+        patience_s = 0.0
+        if self._has_others(volunteer, now):
+            patience_s = 2 * self._poll_s()
+        free = []
+        for unit, state in open_units.items():
+            # the volunteer that failed a unit leaves it to others for a while
+            may_take = now >= state.failed_by.get(volunteer, -math.inf) + patience_s
+            if may_take and self._missing(state) > 0 and not state.is_with(volunteer):
+                free.append(unit)
         if not free:
             return self._overdue(volunteer, now)
         first = self._rng.randrange(len(free))
@@ -157,10 +164,10 @@ class Dispatcher:
             has_failed = bool(open_units[unit].failed_by)
             return has_failed != record.proven, self._subsets[unit.subset] not in held
 
-        return sorted(free[first:] + free[:first], key=rank)
+        return min(free[first:] + free[:first], key=rank)
 
-    def _overdue(self, volunteer: str, now: float) -> list[Unit]:
-        """Return the units that a volunteer may train as a copy, the one that is out longest first."""
+    def _overdue(self, volunteer: str, now: float) -> Unit | None:
+        """Return the unit that a volunteer may train as a copy and that is out longest."""
         overdue_s = self._overdue_s()
         out_since: dict[Unit, float] = {}
         for unit, state in self.state.open.items():
@@ -169,7 +176,7 @@ class Dispatcher:
             has_copies = self._missing(state) <= -COPIES
             if times and not took_part and not has_copies and now - min(times) > overdue_s:
                 out_since[unit] = min(times)
-        return sorted(out_since, key=out_since.__getitem__)
+        return min(out_since, key=out_since.__getitem__, default=None)
 
     def _has_others(self, volunteer: str, now: float) -> bool:
         """Return True if another volunteer is present, and not banned."""
@@ -179,20 +186,13 @@ class Dispatcher:
                 return True
         return False
 
-    def _first_version(self, unit: UnitState) -> int:
-        """Return the version to train from: replicas of a unit start from the same parameters."""
-        if self._plan.replication > 1 and unit.replicas:
-            return unit.replicas[0].given.version
-        return self.state.version
-
-    def unacknowledged(self, volunteer: str, in_hand: Collection[str], *, now: float) -> list[Assigned]:
-        """Return assignments that a volunteer does not have ``in_hand``: their answer was lost."""
-        lost = []
+    def unacknowledged(self, volunteer: str, in_hand: Collection[str], *, now: float) -> Assigned | None:
+        """Return an assignment that a volunteer does not have ``in_hand``: its answer was lost."""
         for name, replica in self.state.out.items():
             assigned = replica.given
             if assigned.volunteer == volunteer and assigned.deadline > now and name not in in_hand:
-                lost.append(assigned)
-        return lost
+                return assigned
+        return None
 
     def _missing(self, unit: UnitState) -> int:
         """Return how many more replicas of a unit are needed."""
@@ -200,12 +200,6 @@ class Dispatcher:
             return 0
         wanted = max(self._plan.replication, len(unit.returned()) + 1)
         return wanted - len(unit.live())
-
-    def _is_free(self, unit: UnitState, volunteer: str, others: bool, now: float) -> bool:
-        """The volunteer that failed a unit leaves it to the ``others`` for a while."""
-        failed_at = unit.failed_by.get(volunteer, -math.inf)
-        left_to_others = others and now < failed_at + 2 * self._poll_s()
-        return self._missing(unit) > 0 and not unit.is_with(volunteer) and not left_to_others
 
     def _deadline_s(self, unit: UnitState) -> float:
         if self._plan.deadline_s is not None:
@@ -260,9 +254,6 @@ class Dispatcher:
         replica = self.state.replicas.get(assignment)
         if replica is None or replica.given.volunteer != volunteer:
             return "unknown", "this assignment is not yours: ask for units"
-        ban = self.ban_of(volunteer, now=now)
-        if ban is not None:
-            return ban
         if self.state.finished:
             return "stale", f"the job is finished: {self.state.finished}"
         unit = self.state.units[replica.given.unit]
@@ -291,14 +282,12 @@ class Dispatcher:
                 expired.append(Expired(at=now, assignment=name))
         return expired
 
-    def give_back(self, volunteer: str, assignments: Collection[str], *, now: float) -> list[GaveBack]:
-        """Take back assignments of a volunteer; ignore those of others, or not out."""
-        entries = []
-        for name in dict.fromkeys(assignments):
-            replica = self.state.out.get(name)
-            if replica is not None and replica.given.volunteer == volunteer:
-                entries.append(GaveBack(at=now, assignment=name))
-        return entries
+    def give_back(self, volunteer: str, *, now: float) -> list[GaveBack]:
+        """Take back all units of a volunteer, which leaves."""
+        out = self.state.out.items()
+        return [
+            GaveBack(at=now, assignment=name) for name, replica in out if replica.given.volunteer == volunteer
+        ]
 
     def on_result(
         self, assignment: str, change: float, distance: Callable[[str, str], float], *, now: float
@@ -403,18 +392,22 @@ class JobLog:
         self.store = store
         self.fault = ""
         self.finished = asyncio.Event()
+        self._name = os.urandom(8).hex()
+        self._begun = False
         self._lock = asyncio.Lock()
         self._position = 0
-        self._up_to_date = False
-        # entries written here and not read back yet
-        self._mine: set[bytes] = set()
+
+    async def begin(self) -> None:
+        """Read the log, and take the job over from earlier coordinators."""
+        await self._read()
+        await self.write([Began(at=time.time(), coordinator=self._name)])
+        self._begun = True
 
     @asynccontextmanager
     async def deciding(self) -> AsyncIterator[float]:
         """Hold the log for one decision, which `write` takes; give the time. What is due is written."""
         async with self._lock:
             await self._read()
-            self._up_to_date = True
             await self.write(self.dispatcher.expired(now=time.time()))
             while due := self.dispatcher.advance(now=time.time()):
                 await self.write(due)
@@ -423,24 +416,19 @@ class JobLog:
     async def write(
         self, entries: Sequence[AnyEntry], *, put: Blobs | None = None, drop: Collection[str] = ()
     ) -> None:
-        """Append a decision, with blobs, and read it back, also after a StoreError."""
+        """Append a decision, with blobs, and read it back; after a StoreError the next reading does."""
         if entries:
-            self._mine.update(map(encode_entry, entries))
             await self._call(lambda: self.store.append(entries, put=put, drop=drop))
             await self._read()
 
     async def _read(self) -> None:
         state = self.dispatcher.state
         for position, entry in await self._call(lambda: self.store.entries(self._position)):
-            if not isinstance(entry, ServerEntry):
-                written = encode_entry(entry)
-                # the coordinator that began later wins
-                if self._up_to_date and written not in self._mine:
-                    self.fault = "another coordinator has taken over this job: stop this one"
-                    raise StoreError(self.fault)
-                self._mine.discard(written)
             state.apply(entry)
             self._position = position
+        if self._begun and state.coordinator != self._name:
+            self.fault = "another coordinator has taken over this job: stop this one"
+            raise StoreError(self.fault)
         if state.finished is not None:
             self.finished.set()
 

@@ -95,18 +95,16 @@ class Resources(Message, frozen=True):
 NOTHING = Resources()
 
 
-class AskForUnits(Message, frozen=True):
-    """Request up to ``count`` units."""
+class AskForUnit(Message, frozen=True):
+    """Request a unit; or return all units untrained, and leave."""
 
-    count: Annotated[int, msgspec.Meta(ge=0, le=MAX_UNITS)]
     # SHA-256 of the data in the cache, whose units are preferred
     held: Annotated[tuple[Digest, ...], msgspec.Meta(max_length=MAX_HELD)] = ()
     name: Annotated[str, msgspec.Meta(max_length=64)] = ""  # of the volunteer, for people
-    # assignments that it has; others of its own are sent again, for the reply with them was lost
+    # assignments that it has; another one of its own is sent again, for the reply with it was lost
     in_hand: Annotated[tuple[AssignmentId, ...], msgspec.Meta(max_length=MAX_UNITS)] = ()
-    # assignments that it will not train
-    given_back: Annotated[tuple[AssignmentId, ...], msgspec.Meta(max_length=MAX_UNITS)] = ()
     resources: Resources = NOTHING  # of its machine
+    leaves: bool = False
 
 
 class GivenUnit(Message, frozen=True):
@@ -121,14 +119,14 @@ class GivenUnit(Message, frozen=True):
     seed: int
 
 
-class GivenUnits(Message, frozen=True):
-    """Units to train. If there are none, ask again in ``wait_s``, or stop if ``finished``.
+class UnitAnswer(Message, frozen=True):
+    """A unit to train. If there is none, ask again in ``wait_s``, or stop if ``finished``.
 
     ``epoch`` is the job's current one, ``accuracy`` that of the one before. ``unfit`` says why this
     machine gets no units of the job, whenever it asks.
     """
 
-    units: tuple[GivenUnit, ...] = ()
+    unit: GivenUnit | None = None
     wait_s: Annotated[float, msgspec.Meta(ge=0, le=1e6)] = 0.0
     finished: bool = False
     epoch: int = 0

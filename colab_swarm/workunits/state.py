@@ -3,6 +3,7 @@ r"""The log of a job: its entries, and the state of units, volunteers and epochs
 A coordinator that was killed reads the log from the start and has its state again. It writes all
 entries but `Assimilated` and `Measured`, which the parameter servers write.
 
+    Began, at each start of a coordinator
     Assigned -> Accepted -> Assimilated -> Measured               then EpochEnded, and at last Finished
        |  \-> Returned -> Accepted | Rejected             with replicas, until enough of them are back
        |  \-> Rejected                                    invalid result: the unit goes to another volunteer
@@ -40,6 +41,12 @@ class Entry(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Something that happened ``at`` a time, in seconds since the epoch: comparable after a restart."""
 
     at: float
+
+
+class Began(Entry, frozen=True):
+    """A coordinator of this random name begins or resumes the job; earlier ones decide nothing more."""
+
+    coordinator: str
 
 
 class AssignmentEntry(Entry, frozen=True):
@@ -119,9 +126,18 @@ class Finished(Entry, frozen=True):
     reason: str
 
 
-ServerEntry: TypeAlias = Assimilated | Measured
 AnyEntry: TypeAlias = (
-    Assigned | Returned | Accepted | Rejected | Expired | GaveBack | EpochEnded | Finished | ServerEntry
+    Began
+    | Assigned
+    | Returned
+    | Accepted
+    | Rejected
+    | Expired
+    | GaveBack
+    | Assimilated
+    | Measured
+    | EpochEnded
+    | Finished
 )
 encode_entry = msgspec.msgpack.Encoder().encode
 decode_entry = msgspec.msgpack.Decoder[AnyEntry](AnyEntry).decode
@@ -255,6 +271,7 @@ class JobState:
     """The state that a log adds up to, of a job with ``subsets`` units in an epoch."""
 
     subsets: int
+    coordinator: str = ""  # name of the newest one
     units: dict[Unit, UnitState] = field(default_factory=dict)  # of this epoch and all before
     open: dict[Unit, UnitState] = field(default_factory=dict)  # those without an accepted result
     replicas: dict[str, UnitReplica] = field(default_factory=dict)  # by assignment
@@ -293,6 +310,8 @@ class JobState:
     def apply(self, entry: AnyEntry) -> None:
         """Apply the next entry of the log; raise ValueError if it is of a job with other subsets."""
         match entry:
+            case Began():
+                self.coordinator = entry.coordinator
             case Assigned():
                 self._assigned(entry)
             case Returned():

@@ -41,7 +41,7 @@ from colab_swarm.workunits.client import (
 )
 from colab_swarm.workunits.job import Job, Rows, UnitTraining
 from colab_swarm.workunits.messages import (
-    AskForUnits,
+    AskForUnit,
     JobCard,
     Resources,
     Subset,
@@ -231,15 +231,14 @@ class Volunteer:
         """Give back the units in hand; where that fails they stay on disk for the next session."""
         # once the thread is idle, nothing is saved any more
         await waited(THREAD.run(lambda: None), FAREWELL_S)
-        names = tuple(self._in_hand)
-        if names and not finished:
+        if self._in_hand and not finished:
             try:
                 async with asyncio.timeout(FAREWELL_S):
-                    await self._client.ask(AskForUnits(0, in_hand=names, given_back=names))
+                    await self._client.ask(AskForUnit(leaves=True))
             except (PeerError, TimeoutError) as error:
                 logger.info("units were not given back: %s", error or "no answer")
                 return
-            self._seen.given_back += len(names)
+            self._seen.given_back += len(self._in_hand)
         for held in self._in_hand.values():
             self._saves.drop(held.unit)
             # a thread that still works on it saves nothing more
@@ -281,11 +280,10 @@ class Volunteer:
             async with self._asking:
                 names = tuple(self._in_hand)
                 cached = self._cache.held()
-                request = AskForUnits(1, cached, self._name, names, resources=self._resources)
-                answer = await self._client.ask(request)
-                for unit in answer.units[:1]:
-                    held = UnitInHand(unit, time.time() + unit.deadline_s)
-                    self._in_hand[unit.assignment] = held
+                answer = await self._client.ask(AskForUnit(cached, self._name, names, self._resources))
+                if answer.unit is not None:
+                    held = UnitInHand(answer.unit, time.time() + answer.unit.deadline_s)
+                    self._in_hand[answer.unit.assignment] = held
         except CallRefused as error:
             raise _Over(f"the coordinator refuses: {error}") from error
         self._seen.epoch = answer.epoch

@@ -8,7 +8,7 @@ import asyncio
 import mmap
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from functools import partial
 from hashlib import sha256
@@ -28,16 +28,15 @@ from colab_swarm.workunits.messages import (
     MAX_BODY_BYTES,
     PACKED,
     SCHEME,
-    AskForUnits,
+    AskForUnit,
     GivenUnit,
-    GivenUnits,
     JobCard,
     Problem,
     RequestGate,
     Taken,
+    UnitAnswer,
 )
 from colab_swarm.workunits.state import AnyEntry, Assigned, JobStatus, Rejected, Unit
-from colab_swarm.workunits.store import Blobs
 from colab_swarm.workunits.weights import Floats, Schema, as_bytes, moved
 
 ASSIGNMENT = "[0-9a-f]{32}"
@@ -216,53 +215,44 @@ class CoordinatorServer:
         body = await self._read(request, MAX_BODY_BYTES)
         volunteer = request[VOLUNTEER]
         try:
-            ask = msgspec.msgpack.decode(body, type=AskForUnits)
+            ask = msgspec.msgpack.decode(body, type=AskForUnit)
         except UNDECODABLE as error:
-            raise CallRefused("invalid", f"no AskForUnits: {error}") from error
+            raise CallRefused("invalid", f"no AskForUnit: {error}") from error
         core = self._dispatcher
+        state = core.state
         async with self._log.deciding() as now:
-            _raise(core.ban_of(volunteer, now=now))
-            await self._log.write(core.give_back(volunteer, ask.given_back, now=now))
-            lost = core.unacknowledged(volunteer, ask.in_hand, now=now)[: ask.count]
-            room = ask.count - len(lost)
-            assigned = core.assign(volunteer, room, ask.held, now=now, name=ask.name, resources=ask.resources)
-            assigned, bases = await self._with_bases(assigned)
-            await self._log.write(assigned, put=bases)
-            return self._given(volunteer, [*lost, *assigned], now, core.unfit(ask.resources))
+            assigned = None
+            if ask.leaves:
+                await self._log.write(core.give_back(volunteer, now=now))
+            else:
+                assigned = core.unacknowledged(volunteer, ask.in_hand, now=now)
+                assigned = assigned or await self._assign(volunteer, ask, now)
+            answer = UnitAnswer(
+                unit=self._given(assigned, now) if assigned else None,
+                wait_s=0.0 if assigned else core.wait_s(volunteer, now=now),
+                finished=state.finished is not None,
+                epoch=core.epoch,
+                accuracy=state.epochs[-1].accuracy if state.epochs else None,
+                unfit=core.unfit(ask.resources),
+            )
+            return _answer(answer)
 
-    async def _with_bases(self, assigned: list[Assigned]) -> tuple[list[Assigned], Blobs]:
-        """Return assignments with the initial parameters that replicas of their units share, as blobs."""
-        open_units = self._dispatcher.state.open
-        first = {entry.unit for entry in assigned if not open_units[entry.unit].replicas}
-        if not first or self._job.plan.replication == 1:
-            return assigned, {}
-        newest = await asyncio.to_thread(self._log.store.parameters)
-        bases = dict.fromkeys((f"base-{unit}" for unit in first), bytes(as_bytes(newest.values)))
-        entries = []
-        for entry in assigned:
+    async def _assign(self, volunteer: str, ask: AskForUnit, now: float) -> Assigned | None:
+        """Assign a unit, with the initial parameters that its replicas share as a blob."""
+        core = self._dispatcher
+        assigned = core.assign(volunteer, ask.held, now=now, name=ask.name, resources=ask.resources)
+        if assigned is None:
+            return None
+        base = {}
+        if self._job.plan.replication > 1 and not core.state.open[assigned.unit].replicas:
+            newest = await asyncio.to_thread(self._log.store.parameters)
+            base[f"base-{assigned.unit}"] = bytes(as_bytes(newest.values))
             # a server may have stored parameters since the log was read
-            if entry.unit in first:
-                entry = msgspec.structs.replace(entry, version=newest.version)
-            entries.append(entry)
-        return entries, bases
+            assigned = msgspec.structs.replace(assigned, version=newest.version)
+        await self._log.write([assigned], put=base)
+        return assigned
 
-    def _given(self, volunteer: str, assigned: Sequence[Assigned], now: float, unfit: str) -> web.Response:
-        state = self._dispatcher.state
-        units = tuple(self._given_unit(entry, now) for entry in assigned)
-        wait_s = 0.0
-        if not units:
-            wait_s = self._dispatcher.wait_s(volunteer, now=now)
-        answer = GivenUnits(
-            units,
-            wait_s=wait_s,
-            finished=state.finished is not None,
-            epoch=self._dispatcher.epoch,
-            accuracy=state.epochs[-1].accuracy if state.epochs else None,
-            unfit=unfit,
-        )
-        return _answer(answer)
-
-    def _given_unit(self, assigned: Assigned, now: float) -> GivenUnit:
+    def _given(self, assigned: Assigned, now: float) -> GivenUnit:
         plan = self._job.plan
         unit = assigned.unit
         path = "parameters"

@@ -22,9 +22,9 @@ from colab_swarm.trust.access import RunAccess
 from colab_swarm.workunits.coordinator import Coordinator
 from colab_swarm.workunits.dispatcher import COPIES, MORE_REPLICAS, Dispatcher
 from colab_swarm.workunits.job import Job, WorkPlan
-from colab_swarm.workunits.messages import AskForUnits, GivenUnit, GivenUnits, Problem, Token
+from colab_swarm.workunits.messages import AskForUnit, GivenUnit, Problem, Token, UnitAnswer
 from colab_swarm.workunits.sql_store import MEMORY, SqlStore
-from colab_swarm.workunits.state import AnyEntry
+from colab_swarm.workunits.state import AnyEntry, Began
 from colab_swarm.workunits.store import ParameterStore
 from colab_swarm.workunits.weights import Floats
 
@@ -65,7 +65,8 @@ class Scene:
 
     @property
     def log(self) -> list[AnyEntry]:
-        return [entry for _, entry in self.store.entries()]
+        """Without the starts of coordinators."""
+        return [entry for _, entry in self.store.entries() if not isinstance(entry, Began)]
 
     def kinds(self) -> list[str]:
         return [type(entry).__name__ for entry in self.log]
@@ -116,11 +117,16 @@ class Stranger:
         finally:
             writer.close()
 
-    async def ask(
-        self, count: int = 1, name: str = "alice", in_hand: tuple[str, ...] = ()
-    ) -> tuple[GivenUnit, ...]:
-        body = msgspec.msgpack.encode(AskForUnits(count, (), name, in_hand))
-        return (await self.send("POST", "/api/units", body)).message(GivenUnits).units
+    async def ask(self, count: int = 1, in_hand: tuple[str, ...] = (), **changes: Any) -> list[GivenUnit]:
+        """Request ``count`` units, one after another; return those that came."""
+        units = list[GivenUnit]()
+        for _ in range(count):
+            names = (*in_hand, *(unit.assignment for unit in units))
+            body = msgspec.msgpack.encode(AskForUnit((), "alice", names, **changes))
+            unit = (await self.send("POST", "/api/units", body)).message(UnitAnswer).unit
+            if unit is not None:
+                units.append(unit)
+        return units
 
     async def upload(self, assignment: str, data: bytes) -> Answer:
         return await self.send("PUT", f"/api/results/{assignment}", data)

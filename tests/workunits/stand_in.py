@@ -17,7 +17,7 @@ from colab_swarm.net.identity import Identity
 from colab_swarm.workunits import messages
 from colab_swarm.workunits.client import CoordinatorClient
 from colab_swarm.workunits.job import Job, unit_seed
-from colab_swarm.workunits.messages import AskForUnits, GivenUnit, GivenUnits, JobCard, Problem, Taken
+from colab_swarm.workunits.messages import AskForUnit, GivenUnit, JobCard, Problem, Taken, UnitAnswer
 from colab_swarm.workunits.weights import Floats, Schema
 
 RUN = "test-run"
@@ -38,7 +38,7 @@ class StandIn:
         self.given: dict[str, GivenUnit] = {}  # by assignment
         self.results: dict[str, Floats] = {}  # those accepted
         self.returned: list[str] = []
-        self.asked: list[AskForUnits] = []
+        self.asked: list[AskForUnit] = []
         self.seen: list[str] = []  # method and path of all requests
         self.fired: list[str] = []  # the same of requests that met a fault
         self.refuse: Problem | None = None  # why uploads are refused
@@ -110,19 +110,19 @@ class StandIn:
         return web.Response(body=self.card().encode())
 
     async def _units(self, request: web.Request) -> web.Response:
-        ask = msgspec.msgpack.decode(await request.read(), type=AskForUnits)
+        ask = msgspec.msgpack.decode(await request.read(), type=AskForUnit)
         self.asked.append(ask)
-        self.returned += ask.given_back
-        units = []
-        while self.units and len(units) < ask.count:
+        if ask.leaves:
+            self.returned = [name for name in self.given if name not in self.results]
+        unit = None
+        if self.units and not ask.leaves:
             epoch, subset = self.units.popleft()
             name, data = random.randbytes(16).hex(), sha256(self.files[subset]).hexdigest()
             seed = unit_seed(self.job.plan.seed, epoch, subset)
             unit = GivenUnit(name, epoch, subset, data, "parameters", self.deadline_s, seed)
             self.given[unit.assignment] = unit
-            units.append(unit)
-        finished = not units and len(self.given) == len(self.results) + len(self.returned)
-        return _packed(GivenUnits(tuple(units), 0.01, finished, epoch=1, accuracy=0.5))
+        finished = unit is None and len(self.given) == len(self.results) + len(self.returned)
+        return _packed(UnitAnswer(unit, 0.01, finished, epoch=1, accuracy=0.5))
 
     async def _data(self, request: web.Request) -> web.Response:
         digest = request.match_info["digest"]

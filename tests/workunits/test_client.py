@@ -23,7 +23,7 @@ from colab_swarm.net.membership import Membership
 from colab_swarm.net.peers import Role
 from colab_swarm.workunits import client as module
 from colab_swarm.workunits.client import CoordinatorClient, SubsetCache, UnitInHand, UnitSaves
-from colab_swarm.workunits.messages import AskForUnits, GivenUnit, GivenUnits, JobCard, Subset, Taken
+from colab_swarm.workunits.messages import AskForUnit, GivenUnit, JobCard, Subset, Taken, UnitAnswer
 from tests.workunits import stand_in
 from tests.workunits.digits import digits_job
 from tests.workunits.stand_in import RUN, Fault, StandIn, answers, client_of, hangs_up, says
@@ -83,7 +83,7 @@ async def test_a_volunteer_with_a_wrong_clock_adopts_the_coordinators() -> None:
         aclosing(client_of(standin, clock=lambda: time.time() - 3600)) as slow,
     ):
         assert await slow.card() == standin.card()
-        await slow.ask(AskForUnits(1))
+        await slow.ask(AskForUnit())
     assert standin.seen == ["GET /api/job"] * 2 + ["POST /api/units"]
 
 
@@ -154,8 +154,7 @@ async def test_parameters_of_another_model_or_version_are_fetched_again_whole() 
 
 async def test_an_upload_is_sent_again_until_the_coordinator_itself_answers_and_counts_once() -> None:
     async with talking() as (standin, client):
-        units = (await client.ask(AskForUnits(2))).units
-        first, second = (unit.assignment for unit in units)
+        first, second = [(await client.ask(AskForUnit())).unit.assignment for _ in range(2)]  # type: ignore[union-attr]
         result = standin.schema.encode(standin.values + 1)
         other = msgspec.msgpack.encode(Taken("f" * 32))
         bad_text, nested = b"\x91\xa1\xff", b"\x91" * 100_000
@@ -224,7 +223,7 @@ CARD = JobCard("run", "digits", b"", b"", "", 1, 32, b"", (Subset(DIGEST, 1, 1),
         (CARD, {"code": "x" * ((1 << 20) + 1)}),
         (CARD, {"subsets": (Subset(DIGEST, 1 << 40, 1),)}),
         (CARD, {"subsets": (Subset("../" + DIGEST, 1, 1),)}),
-        *((GivenUnits(), {"wait_s": wait_s}) for wait_s in (float("nan"), float("inf"), -1.0, 1e300)),
+        *((UnitAnswer(), {"wait_s": wait_s}) for wait_s in (float("nan"), float("inf"), -1.0, 1e300)),
     ],
 )
 def test_answers_name_no_path_and_no_size_or_wait_beyond_all_measure(

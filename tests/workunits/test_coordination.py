@@ -6,12 +6,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
 
 from colab_swarm.errors import StoreError
-from colab_swarm.workunits.messages import AskForUnits, Taken
+from colab_swarm.workunits.messages import Taken
 from colab_swarm.workunits.sql_store import MEMORY, SqlStore
 from colab_swarm.workunits.state import Accepted, AnyEntry, Rejected
 from colab_swarm.workunits.weights import Floats
@@ -72,13 +71,12 @@ async def test_units_whose_answer_was_lost_are_sent_again_and_returned_ones_go_t
         assert again.assignment == lost.assignment != more.assignment
         assert 0 < again.deadline_s <= lost.deadline_s
         in_hand = (again.assignment, more.assignment)
-        assert await scene.alice.ask(1, in_hand=in_hand) == await scene.bob.ask() == ()
+        assert await scene.alice.ask(in_hand=in_hand) == await scene.bob.ask() == []
         with pytest.raises(KeyError):
             scene.store.blob(f"base-{again.epoch}-{again.subset}")  # of units with replicas only
-        request = AskForUnits(0, in_hand=in_hand, given_back=(more.assignment, "f" * 32))
-        answer = await scene.alice.send("POST", "/api/units", msgspec.msgpack.encode(request))
-        assert answer.status == 200 and scene.kinds() == ["Assigned", "Assigned", "GaveBack"]
-        assert [unit.subset for unit in await scene.bob.ask()] == [more.subset]
+        assert await scene.alice.ask(leaves=True) == []
+        assert scene.kinds() == ["Assigned", "Assigned", "GaveBack", "GaveBack"]
+        assert len(await scene.bob.ask(2)) == 2
 
 
 async def test_the_number_of_servers_can_be_changed_while_it_runs(tmp_path: Path) -> None:
@@ -86,10 +84,6 @@ async def test_the_number_of_servers_can_be_changed_while_it_runs(tmp_path: Path
         await until(lambda: scene.coordinator.status().servers == 1)
         scene.coordinator.servers = 3
         await until(lambda: scene.coordinator.status().servers == 3)
-        wrong: Any
-        for wrong in (0, -1, "3"):
-            with pytest.raises(ValueError, match=f"servers={wrong!r}: it must be"):
-                scene.coordinator.servers = wrong
         scene.coordinator.servers = 1
         await until(lambda: scene.coordinator.status().servers == 1)
 
@@ -146,7 +140,7 @@ async def test_of_two_coordinators_of_one_job_the_older_one_gives_way(tmp_path: 
         async with coordinating(job, tmp_path / "two", store=store) as new:
             assert await new.bob.ask()
             before = old.log
-            answer = await old.alice.send("POST", "/api/units", b"\x91\x01")
+            answer = await old.alice.send("POST", "/api/units", b"\x90")
             assert (answer.status, answer.problem.code) == (503, "busy")
             assert "another coordinator" in old.coordinator.status().fault
             assert old.log == before

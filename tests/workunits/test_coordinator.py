@@ -97,8 +97,10 @@ def test_mistakes_of_the_user_raise_at_once(tmp_path: Path) -> None:
         cs.workunits.coordinate(tmp_path / "none.py")
     with pytest.raises(ValueError, match="needs a swarm"):
         cs.workunits.coordinate(tiny_job(), access="allowlist")
-    with pytest.raises(ValueError, match="servers=0"):
-        cs.workunits.coordinate(tiny_job(), folder=tmp_path, servers=0)
+    wrong: Any
+    for wrong in (0, -1, "3"):
+        with pytest.raises(ValueError, match=f"servers={wrong!r}: it must be"):
+            cs.workunits.coordinate(tiny_job(), folder=tmp_path, servers=wrong)
     with pytest.raises(ValueError, match="no job name"):
         cs.workunits.Job("My Job!", torch.nn.Identity, (), ())
     with pytest.raises(ValueError, match="is no store"):

@@ -34,9 +34,13 @@ class Desk:
         return list(entries)
 
     def ask(self, volunteer: str, count: int = 1, held: tuple[str, ...] = ()) -> list[Assigned]:
-        given = self.core.assign(volunteer, count, held, now=self.now, name=f"{volunteer[0]}'s notebook")
-        self.commit(*given)
-        return given
+        """Ask ``count`` times; return the units that it gets."""
+        units = []
+        for _ in range(count):
+            unit = self.core.assign(volunteer, held, now=self.now, name=f"{volunteer[0]}'s notebook")
+            if unit is not None:
+                units += self.commit(unit)
+        return units
 
     def result(self, given: Assigned, value: float = 0.0) -> list[AnyEntry]:
         """It trained ``value``; results that differ by over 0.05 disagree."""
@@ -50,9 +54,8 @@ class Desk:
     def refusal(self, given: Assigned, volunteer: str, *, later_s: float = 0.0) -> tuple[str, str]:
         return self.core.refusal(given.assignment, volunteer, now=self.now + later_s) or ("", "")
 
-    def give_back(self, volunteer: str, *given: Assigned) -> None:
-        names = [one.assignment for one in given]
-        self.commit(*self.core.give_back(volunteer, [*names, "f" * 32], now=self.now))
+    def give_back(self, volunteer: str) -> None:
+        self.commit(*self.core.give_back(volunteer, now=self.now))
 
     def reject(self, given: Assigned) -> None:
         self.commit(Rejected(at=self.now, assignment=given.assignment, reason="not finite"))
@@ -131,10 +134,10 @@ def test_an_expired_unit_goes_out_again_and_its_late_result_is_wanted_until_anot
 @pytest.mark.parametrize("alone", [True, False])
 def test_a_failed_unit_returns_to_its_volunteer_at_once_or_when_none_took_it(alone: bool) -> None:
     desk = Desk(subsets=1)
-    (given,) = desk.ask(ALICE)
+    assert desk.ask(ALICE)
     seen_at = desk.now - PRESENT_S + (0 if alone else 3)
     desk.core.state.volunteers[BOB] = state.VolunteerState(BOB, last_seen=seen_at)
-    desk.give_back(ALICE, given)
+    desk.give_back(ALICE)
     assert bool(desk.ask(ALICE)) == alone
     desk.now += 2
     assert bool(desk.ask(ALICE)) != alone
@@ -159,7 +162,7 @@ def test_three_bad_results_ban_a_volunteer_for_longer_each_time_and_free_its_uni
         desk.reject(bad)
     code, text = desk.core.ban_of(ALICE, now=desk.now) or ("", "")
     assert code == "banned" and "3 of your results were refused" in text and "next 10 minutes" in text
-    assert desk.ask(ALICE) == [] and desk.refusal(given[3], ALICE)[0] == "banned"
+    assert desk.ask(ALICE) == []
     assert [entry.assignment for entry in desk.expire()] == [given[3].assignment]
     bans_s = [desk.core.wait_s(ALICE, now=desk.now)]
     for _ in range(10):
@@ -234,7 +237,7 @@ def test_replicas_go_to_different_volunteers_and_two_of_three_that_agree_decide(
 )
 def test_a_unit_goes_only_to_a_machine_that_has_what_the_job_needs(has: Resources, why: str) -> None:
     desk = Desk(needs=Resources(cpu_cores=4, memory_gb=8, gpu_memory_gb=12))
-    given = desk.core.assign(ALICE, 1, (), now=desk.now, resources=has)
+    given = desk.core.assign(ALICE, (), now=desk.now, resources=has)
     assert why in desk.core.unfit(has)
     assert bool(given) == (not desk.core.unfit(has)) == (not why)
 
@@ -257,7 +260,7 @@ def test_an_overdue_unit_goes_to_one_idle_volunteer_more_once_none_is_left_to_ha
     (copy,) = desk.ask(BOB)
     assert (copy.unit, copy.version) == (last.unit, 1)
     assert desk.ask(BOB) == desk.ask(CAROL) == []
-    desk.give_back(BOB, copy)
+    desk.give_back(BOB)
     assert desk.ask(BOB) == []  # it had its turn
     assert desk.ask(CAROL)[0].unit == last.unit
 
@@ -304,7 +307,7 @@ def test_a_volunteer_that_takes_units_and_never_answers_gets_fewer_and_fewer(giv
         taken = desk.ask(MALLORY, count=4)
         held.append(len(taken))
         if gives_back and len(held) % 2:
-            desk.give_back(MALLORY, *taken)
+            desk.give_back(MALLORY)
         desk.now += 10
         for given in desk.ask(BOB, count=4):
             desk.assimilate(desk.result(given))
@@ -357,7 +360,7 @@ def test_a_volunteer_that_keeps_returning_units_waits_ever_longer() -> None:
         units = desk.ask(ALICE, count=8)
         given += bool(units)
         desk.now += 0.5
-        desk.give_back(ALICE, *units)
+        desk.give_back(ALICE)
         desk.now += 0.5
     assert given == state.FREE_RETURNS + 9  # rests of 2, 4 … 512 s
     assert 60 < desk.core.wait_s(ALICE, now=desk.now) < state.LONGEST_REST_S
@@ -365,7 +368,8 @@ def test_a_volunteer_that_keeps_returning_units_waits_ever_longer() -> None:
     desk.prove(ALICE)
     for _ in range(state.FREE_RETURNS):
         desk.now += 0.5
-        desk.give_back(ALICE, *desk.ask(ALICE))
+        desk.ask(ALICE)
+        desk.give_back(ALICE)
     assert desk.ask(ALICE)
 
 

@@ -84,7 +84,7 @@ class Ordeal(Desk):
             self.reject(given)
 
     def give_all_back(self, volunteer: str) -> None:
-        self.give_back(volunteer, *self.held[volunteer])
+        self.give_back(volunteer)
         self.held[volunteer].clear()
 
     def send_again(self, volunteer: str) -> None:

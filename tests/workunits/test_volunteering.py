@@ -20,7 +20,7 @@ from colab_swarm.runtime import LOOK_S, PauseGate
 from colab_swarm.workunits import volunteering as module
 from colab_swarm.workunits.client import CoordinatorClient
 from colab_swarm.workunits.job import Job, Rows, UnitTraining, cross_entropy
-from colab_swarm.workunits.messages import GivenUnit, GivenUnits, Problem, Resources, Token
+from colab_swarm.workunits.messages import GivenUnit, Problem, Resources, Token, UnitAnswer
 from colab_swarm.workunits.volunteering import Volunteer
 from colab_swarm.workunits.weights import Floats
 from tests.workunits.digits import digits_job
@@ -131,7 +131,7 @@ async def test_a_volunteer_that_leaves_at_once_gives_its_units_back(tmp_path: Pa
 
 async def test_a_volunteer_without_a_unit_asks_again_when_it_was_told_to(tmp_path: Path) -> None:
     standin = StandIn(digits_job())
-    waiting = msgspec.msgpack.encode(GivenUnits(wait_s=1000.0, epoch=3))
+    waiting = msgspec.msgpack.encode(UnitAnswer(wait_s=1000.0, epoch=3))
     standin.meets("POST /api/units", answers(200, body=waiting))
     async with playing(standin, tmp_path) as (standin, alice):
         await until(lambda: alice.snapshot().epoch == 3)
