@@ -162,13 +162,9 @@ def serve() -> None:
     torch.set_num_threads(1)
     with closing(open_store(os.environ.pop(STORE), job)) as store:
         server = ParameterServer(store, Job.load(code), name)
-        stop_at_sigterm(server)
+        # by another thread: in this one the handler could deadlock on the event's lock
+        signal.signal(signal.SIGTERM, lambda *_: threading.Thread(target=server.stop).start())
         server.run()
-
-
-def stop_at_sigterm(server: ParameterServer) -> None:
-    """Stop the server at SIGTERM, from another thread: in this one the handler could deadlock on its event's lock."""
-    signal.signal(signal.SIGTERM, lambda *_: threading.Thread(target=server.stop).start())
 
 
 def _exit_with_parent() -> None:

@@ -23,29 +23,37 @@ from colab_swarm.net.membership import Membership
 from colab_swarm.net.peers import Role
 from colab_swarm.workunits import client as module
 from colab_swarm.workunits.client import CoordinatorClient, SubsetCache, UnitInHand, UnitSaves
+from colab_swarm.workunits.job import Job
 from colab_swarm.workunits.messages import AskForUnit, GivenUnit, JobCard, Subset, Taken, UnitAnswer
-from tests.workunits import stand_in
+from tests.workunits import line as lines
 from tests.workunits.digits import digits_job
-from tests.workunits.stand_in import RUN, Fault, StandIn, answers, client_of, hangs_up, says
+from tests.workunits.line import Fault, Line, answers, hangs_up, line_to, says
+from tests.workunits.local import RUN, until
 
 TIME_LIMIT_S = 90.0
+JOB = digits_job(subsets=2)
 
 
 @asynccontextmanager
-async def talking(standin: StandIn | None = None) -> AsyncIterator[tuple[StandIn, CoordinatorClient]]:
-    standin = standin or StandIn(digits_job())
-    async with asyncio.timeout(TIME_LIMIT_S), standin.serving(), aclosing(client_of(standin)) as client:
-        yield standin, client
+async def talking(
+    folder: Path, job: Job = JOB, **changes: Any
+) -> AsyncIterator[tuple[Line, CoordinatorClient]]:
+    async with (
+        asyncio.timeout(TIME_LIMIT_S),
+        line_to(job, folder) as line,
+        aclosing(line.client(**changes)) as client,
+    ):
+        yield line, client
 
 
-async def test_a_job_is_learned_and_its_code_is_the_signed_one() -> None:
-    job = replace(digits_job(), code="job = 'ünit'")
-    async with talking(StandIn(job)) as (standin, client):
+async def test_a_job_is_learned_and_its_code_is_the_signed_one(tmp_path: Path) -> None:
+    job = replace(JOB, code="job = 'ünit'")
+    async with talking(tmp_path, job) as (line, client):
         card = await client.card()
-        assert card == standin.card() and card.code == job.code
+        assert card == line.scene.coordinator.card and card.code == job.code
         for change in ({"code": "import evil"}, {"name": "other"}):
             forged = msgspec.structs.replace(card, **change)
-            standin.meets("GET /api/job", answers(200, body=forged.encode()))
+            line.meets("GET /api/job", answers(200, body=forged.encode()))
             with pytest.raises(NotAdmitted, match="wrong signature"):
                 await client.card()
 
@@ -58,124 +66,134 @@ async def test_a_job_is_learned_and_its_code_is_the_signed_one() -> None:
     ],
     ids=["bad gateway", "proxy", "login page", "captive portal", "busy", "broken", "hangs up"],
 )
-async def test_errors_other_than_the_coordinators_refusal_are_retried(fault: Fault) -> None:
-    async with talking() as (standin, client):
-        standin.meets("GET /api/job", fault, fault)
-        assert await client.card() == standin.card() and client.trouble == ""
-    assert len(standin.fired) == 2
+async def test_errors_other_than_the_coordinators_refusal_are_retried(tmp_path: Path, fault: Fault) -> None:
+    async with talking(tmp_path) as (line, client):
+        line.meets("GET /api/job", fault, fault)
+        assert (await client.card()).name == JOB.name and client.trouble == ""
+    assert len(line.fired) == 2
 
 
 @pytest.mark.parametrize(("asked_s", "wait_s"), [("77", 77), ("999999", 900), ("9999999", 0), ("nan", 0)])
-async def test_a_wait_is_as_long_as_the_other_side_requests_within_a_bound(asked_s: str, wait_s: int) -> None:
-    async with talking() as (standin, client):
-        standin.meets("GET /api/job", answers(503, Retry_After=asked_s))
+async def test_a_wait_is_as_long_as_the_other_side_requests_within_a_bound(
+    tmp_path: Path, asked_s: str, wait_s: int
+) -> None:
+    async with talking(tmp_path) as (line, client):
+        line.meets("GET /api/job", answers(503, Retry_After=asked_s))
         asking = asyncio.create_task(client.card())
-        while not client.trouble:
-            await asyncio.sleep(0)
+        await until(lambda: client.trouble != "")
         why = "answer 503 Service Unavailable"
         assert client.trouble == f"coordinator unreachable ({why}), trying again in {wait_s} s"
         asking.cancel()
 
 
-async def test_a_volunteer_with_a_wrong_clock_adopts_the_coordinators() -> None:
-    async with (
-        talking() as (standin, _),
-        aclosing(client_of(standin, clock=lambda: time.time() - 3600)) as slow,
-    ):
-        assert await slow.card() == standin.card()
-        await slow.ask(AskForUnit())
-    assert standin.seen == ["GET /api/job"] * 2 + ["POST /api/units"]
+async def test_a_volunteer_with_a_wrong_clock_adopts_the_coordinators(tmp_path: Path) -> None:
+    async with talking(tmp_path, clock=lambda: time.time() - 3600) as (line, client):
+        assert (await client.card()).name == JOB.name
+        await client.ask(AskForUnit())
+    assert line.seen == ["GET /api/job"] * 2 + ["POST /api/units"]
 
 
-async def test_a_coordinator_has_to_belong_to_the_run() -> None:
-    standin, authority = StandIn(digits_job()), Identity()
+async def test_a_coordinator_has_to_belong_to_the_run(tmp_path: Path) -> None:
+    carol, authority = Identity(), Identity()
+    now = time.time()
 
-    def membership(role: Role) -> bytes:
-        now = time.time()
-        plain = Membership(RUN, role, standin.identity.public_key, "carol", now, now + 60)
-        return plain.signed(authority.sign).encode()
+    def card_of(identity: Identity, role: Role | None) -> Fault:
+        membership = b""
+        if role is not None:
+            plain = Membership(RUN, role, identity.public_key, "carol", now, now + 60)
+            membership = plain.signed(authority.sign).encode()
+        own = msgspec.structs.replace(card, key=identity.public_key, membership=membership)
+        return answers(200, body=own.signed(identity.sign).encode())
 
-    async with (
-        standin.serving(),
-        aclosing(client_of(standin, run_id="other")) as other,
-        aclosing(client_of(standin, authority=authority.public_key)) as client,
-    ):
-        with pytest.raises(NotAdmitted, match="another run"):
-            await other.card()
-        with pytest.raises(NotAdmitted):
-            await client.card()
-        standin.membership = membership(Role.VIEWER)
-        with pytest.raises(NotAdmitted, match="viewer, who may not coordinate"):
-            await client.card()
-        standin.membership = membership(Role.WORKER)
-        assert (await client.card()).key == standin.identity.public_key
-        standin.identity = authority
-        assert (await client.card()).key == authority.public_key
+    async with talking(tmp_path) as (line, client):
+        card = await client.card()
+        for changes, identity, role, why in (
+            ({"run_id": "other"}, carol, None, "another run"),
+            ({"authority": authority.public_key}, carol, None, "no membership"),
+            ({"authority": authority.public_key}, carol, Role.VIEWER, "viewer, who may not coordinate"),
+            ({"authority": authority.public_key}, carol, Role.WORKER, ""),
+            ({"authority": authority.public_key}, authority, None, ""),
+        ):
+            line.meets("GET /api/job", card_of(identity, role))
+            async with aclosing(line.client(**changes)) as other:
+                if why:
+                    with pytest.raises(NotAdmitted, match=why):
+                        await other.card()
+                else:
+                    assert (await other.card()).key == identity.public_key
 
 
 @pytest.mark.parametrize("told", [True, False])
-async def test_a_broken_download_of_data_resumes_where_it_ended(told: bool) -> None:
-    async with talking() as (standin, client):
-        subset = standin.card().subsets[0]
-        standin.meets(
-            "GET /api/data", stand_in.breaks_after(1000, told=told), stand_in.breaks_after(500, told=told)
-        )
+async def test_a_broken_download_of_data_resumes_where_it_ended(tmp_path: Path, told: bool) -> None:
+    async with talking(tmp_path) as (line, client):
+        subset = line.scene.coordinator.card.subsets[0]
+        breaks = [lines.breaks_after(size, told=told) for size in (1000, 500)]
+        line.meets("GET /api/data", *breaks)
         assert sha256(await client.data(subset)).hexdigest() == subset.sha256
         assert client.received_bytes == subset.size_bytes  # none of it twice
-    assert len(standin.fired) == 2
+    assert len(line.fired) == 2
 
 
 @pytest.mark.parametrize(
-    "fault", [stand_in.garbles, answers(200, body=bytes(1 << 20))], ids=["garbled", "too long"]
+    "fault", [lines.garbles, answers(200, body=bytes(1 << 20))], ids=["garbled", "too long"]
 )
-async def test_garbled_and_too_long_data_are_fetched_again(fault: Fault) -> None:
-    async with talking() as (standin, client):
-        standin.meets("GET /api/data", fault)
-        assert await client.data(standin.card().subsets[0]) == standin.files[0]
-        assert client.received_bytes < 2 * len(standin.files[0]) + (1 << 16)
-    assert standin.fired
+async def test_garbled_and_too_long_data_are_fetched_again(tmp_path: Path, fault: Fault) -> None:
+    async with talking(tmp_path) as (line, client):
+        line.meets("GET /api/data", fault)
+        subset = line.scene.coordinator.card.subsets[0]
+        assert sha256(await client.data(subset)).hexdigest() == subset.sha256
+        assert client.received_bytes < 2 * subset.size_bytes + (1 << 16)
+    assert line.fired
 
 
-async def test_parameters_of_another_model_or_version_are_fetched_again_whole() -> None:
-    async with talking() as (standin, client):
+async def test_parameters_of_another_model_or_version_are_fetched_again_whole(tmp_path: Path) -> None:
+    async with talking(tmp_path) as (line, client):
+        scene = line.scene
+        schema = scene.coordinator.schema
 
         async def breaks_and_changes(request, respond):  # type: ignore[no-untyped-def]
-            answer = await stand_in.breaks_after(2000)(request, respond)
-            standin.values, standin.version = standin.values + 1, 1
-            return answer
+            first = await respond(request)
+            await scene.alice.train()
+            await until(lambda: scene.store.parameters().version == 1)
+            await scene.alice.ask()  # the coordinator has read that by its answer
+            return await lines.breaks_after(2000)(request, lambda _: asyncio.sleep(0, first))
 
-        other = bytearray(standin.schema.encode(standin.values))
+        other = bytearray(schema.encode(scene.values()))
         other[20] ^= 1
-        standin.meets("GET /api/parameters", answers(200, body=bytes(other)), breaks_and_changes)
-        values = await client.parameters("parameters", standin.schema)
-        np.testing.assert_array_equal(values, standin.values)
-    assert len(standin.fired) == 2
+        line.meets("GET /api/parameters", answers(200, body=bytes(other)), breaks_and_changes)
+        values = await client.parameters("parameters", schema)
+        assert scene.store.parameters().version == 1
+        np.testing.assert_array_equal(values, scene.store.parameters().values)
+    assert len(line.fired) == 2
 
 
-async def test_an_upload_is_sent_again_until_the_coordinator_itself_answers_and_counts_once() -> None:
-    async with talking() as (standin, client):
-        first, second = [(await client.ask(AskForUnit())).unit.assignment for _ in range(2)]  # type: ignore[union-attr]
-        result = standin.schema.encode(standin.values + 1)
+async def test_an_upload_is_sent_again_until_the_coordinator_itself_answers_and_counts_once(
+    tmp_path: Path,
+) -> None:
+    async with talking(tmp_path) as (line, client):
+        scene = line.scene
+        scene.alice.token = client.token
+        first, second = [unit.assignment for unit in await scene.alice.ask(2)]
+        result = scene.coordinator.schema.encode(scene.values())
         other = msgspec.msgpack.encode(Taken("f" * 32))
         bad_text, nested = b"\x91\xa1\xff", b"\x91" * 100_000
         bodies = (b"<html>proxy</html>", b"\x91\x01", bad_text, nested, other)
         strangers = (answers(200, body=body) for body in bodies)
-        standin.meets("PUT /api/results", hangs_up, answers(502), *strangers)
+        line.meets("PUT /api/results", hangs_up, answers(502), *strangers)
         await client.upload(first, result)
-        np.testing.assert_array_equal(standin.results[first], standin.values + 1)
-        assert client.sent_bytes == len(result) and len(standin.fired) == 7
-        standin.meets("PUT /api/results", stand_in.loses_its_answer)
+        assert client.sent_bytes == len(result) and len(line.fired) == 7
+        line.meets("PUT /api/results", lines.loses_its_answer)
         await client.upload(second, result)
-        assert second in standin.results
         with pytest.raises(CallRefused, match="already"):
             await client.upload(second, result)
+        assert scene.kinds().count("Accepted") == 2
 
 
-async def test_a_proxy_of_the_environment_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with talking() as (standin, _):
-        monkeypatch.setenv("http_proxy", standin.url)  # a proxy is asked for whole addresses
-        async with aclosing(client_of(standin, url="http://coordinator.invalid")) as client:
-            assert await client.card() == standin.card()
+async def test_a_proxy_of_the_environment_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with talking(tmp_path) as (line, _):
+        monkeypatch.setenv("http_proxy", line.url)  # a proxy is asked for whole addresses
+        async with aclosing(line.client(url="http://coordinator.invalid")) as client:
+            assert (await client.card()).name == JOB.name
 
 
 def test_data_are_saved_up_to_a_bound_for_the_next_process_and_what_is_garbled_is_none(

@@ -87,20 +87,6 @@ def test_a_request_is_good_once_and_its_nonce_is_forgotten_when_it_is_too_old(
             door.check(header, "GET", "/", now=now + 59)
 
 
-def test_requests_beyond_the_most_wait_until_older_ones_are_forgotten(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(messages, "MAX_NONCES", 3)
-    door, lasting = gate(), token(until=NOW + 1e6)
-    for _ in range(3):
-        door.check(lasting.header("GET", "/", now=NOW), "GET", "/", now=NOW)
-    with pytest.raises(NotAdmitted, match="too many requests") as refusal:
-        door.check(lasting.header("GET", "/", now=NOW), "GET", "/", now=NOW)
-    assert refusal.value.reason == "busy"
-    later = NOW + 3 * messages.FRESH_S
-    door.check(lasting.header("GET", "/", now=later), "GET", "/", now=later)
-
-
 @given(st.binary(max_size=400))
 def test_garbage_is_no_token(noise: bytes) -> None:
     with pytest.raises(NotAdmitted):

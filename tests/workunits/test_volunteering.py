@@ -1,10 +1,10 @@
-"""A volunteer at work, against a coordinator that does as its script says, and at a real one."""
+"""A volunteer at work, at a coordinator behind a line that has faults."""
 
 import asyncio
 import shutil
 import threading
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,37 +18,57 @@ from torch import Tensor, nn
 from colab_swarm.net.identity import Identity
 from colab_swarm.runtime import LOOK_S, PauseGate
 from colab_swarm.workunits import volunteering as module
-from colab_swarm.workunits.client import CoordinatorClient
-from colab_swarm.workunits.job import Job, Rows, UnitTraining, cross_entropy
-from colab_swarm.workunits.messages import GivenUnit, Problem, Resources, Token, UnitAnswer
+from colab_swarm.workunits.job import Job, Rows, UnitTraining, cross_entropy, unit_seed
+from colab_swarm.workunits.messages import GivenUnit, Resources, Token, UnitAnswer
+from colab_swarm.workunits.state import Accepted
 from colab_swarm.workunits.volunteering import Volunteer
-from colab_swarm.workunits.weights import Floats
 from tests.workunits.digits import digits_job
-from tests.workunits.local import RUN, coordinating, until
-from tests.workunits.stand_in import QUICK, StandIn, Waits, answers, client_of, says
+from tests.workunits.line import QUICK, Fault, Line, Waits, answers, line_to, says
+from tests.workunits.local import until
 
 TIME_LIMIT_S = 90.0
+JOB = digits_job(subsets=2, max_epochs=1)
+
+
+@asynccontextmanager
+async def alice_at(line: Line, folder: Path, job: Job = JOB, **settings: Any) -> AsyncIterator[Volunteer]:
+    async with aclosing(line.client(token=Token(Identity(b"a" * 32)))) as client:
+        alice = Volunteer(client, job, await client.card(), folder, **{"name": "alice", **settings})
+        await alice.begin()
+        yield alice
 
 
 @asynccontextmanager
 async def playing(
-    standin: StandIn, folder: Path, job: Job | None = None, **settings: Any
-) -> AsyncIterator[tuple[StandIn, Volunteer]]:
-    async with AsyncExitStack() as stack, asyncio.timeout(TIME_LIMIT_S):
-        await stack.enter_async_context(standin.serving())
-        asking = client_of(standin, token=Token(Identity(b"a" * 32)))
-        client = await stack.enter_async_context(aclosing(asking))
-        given = {"name": "alice", **settings}
-        alice = Volunteer(client, job or standin.job, await client.card(), folder, **given)
-        await alice.begin()
-        yield standin, alice
+    folder: Path,
+    job: Job = JOB,
+    *faults: Fault,
+    at: str = "POST /api/units",
+    own: Job | None = None,
+    held: bool = False,
+    **settings: Any,
+) -> AsyncIterator[tuple[Line, Volunteer]]:
+    """Alice volunteers for ``job``, by her ``own`` copy of it; her first requests ``at`` this path meet ``faults``."""
+    async with asyncio.timeout(TIME_LIMIT_S), line_to(job, folder / "job", held=held) as line:
+        line.meets(at, *faults)
+        async with alice_at(line, folder / "alice", own or job, **settings) as alice:
+            yield line, alice
 
 
-def trained(standin: StandIn, unit: GivenUnit) -> Floats:
-    job, model, rows = standin.job, standin.job.first_model(), Rows.decode(standin.files[unit.subset])
-    standin.schema.load(model, standin.values)
-    UnitTraining(job, rows, seed=unit.seed, model=model).finish()
-    return standin.schema.flatten(model)
+def check_results(line: Line) -> None:
+    """Of a `Held` store: each is bit for bit what its unit's training gives."""
+    scene = line.scene
+    schema = scene.coordinator.schema
+    results = [entry for entry in scene.log if isinstance(entry, Accepted)]
+    assert len(results) == len(scene.coordinator.card.subsets)
+    for entry in results:
+        model = JOB.first_model()
+        subset = scene.coordinator.card.subsets[entry.unit.subset]
+        rows = Rows.decode((scene.folder / "data" / subset.sha256).read_bytes())
+        seed = unit_seed(JOB.plan.seed, entry.unit.epoch, entry.unit.subset)
+        UnitTraining(JOB, rows, seed=seed, model=model).finish()
+        values = np.frombuffer(scene.store.blob(entry.result), "<f4")
+        np.testing.assert_array_equal(values, schema.flatten(model))
 
 
 class Valve:
@@ -66,44 +86,42 @@ class Valve:
         return cross_entropy(model, batch)
 
 
-@pytest.mark.parametrize("units", [1, 3])
-async def test_a_job_is_trained_to_its_end_bit_for_bit_as_it_should_be(tmp_path: Path, units: int) -> None:
-    standin = StandIn(digits_job(), epochs=2)
-    standin.values = standin.values + np.float32(0.01)  # not those of a new model
-    async with playing(standin, tmp_path, units=units) as (standin, alice):
+async def test_units_trained_in_turns_are_bit_for_bit_as_they_should_be(tmp_path: Path) -> None:
+    async with playing(tmp_path, held=True, units=3) as (line, alice):
+        await until(lambda: alice.snapshot().accepted == 2)
+        check_results(line)
+        line.scene.store.held = False  # type: ignore[attr-defined]
         await alice.wait_over()
         snapshot = alice.snapshot()
         assert (snapshot.state, snapshot.over, snapshot.fault) == ("the job is finished", True, "")
-        assert (snapshot.accepted, snapshot.samples) == (4, 512)
-        assert snapshot.received_bytes > sum(map(len, standin.files))
-    fetched = sum(what.startswith("GET /api/data") for what in standin.seen)
-    assert fetched == 2 or units > 1, "each once, unless two units need the same data at once"
-    assert standin.asked[0].held == () and standin.asked[0].name == "alice"
-    assert set(standin.asked[-1].held) == {subset.sha256 for subset in standin.card().subsets}
-    assert len(standin.results) == 4
-    for assignment, values in standin.results.items():
-        np.testing.assert_array_equal(values, trained(standin, standin.given[assignment]))
-    assert not list(tmp_path.glob("units/*.unit"))
+        assert (snapshot.accepted, snapshot.samples, snapshot.units) == (2, 256, ())
+        assert snapshot.received_bytes > sum(one.size_bytes for one in line.scene.coordinator.card.subsets)
+        (row,) = line.scene.coordinator.status().volunteers
+        assert (row.name, row.accepted) == ("alice", 2)
+    assert not list(tmp_path.glob("alice/units/*.unit"))
+
+
+async def test_data_are_fetched_once_for_all_epochs(tmp_path: Path) -> None:
+    async with playing(tmp_path, JOB.with_plan(max_epochs=3)) as (line, alice):
+        await alice.wait_over()
+        assert alice.snapshot().accepted == 6
+    assert sum(what.startswith("GET /api/data") for what in line.seen) == 2
 
 
 async def test_an_unreachable_coordinator_shows_in_the_state_and_delays_no_leave(tmp_path: Path) -> None:
-    standin = StandIn(digits_job())
-    standin.meets("POST /api/units", answers(503, Retry_After="77"))
-    async with playing(standin, tmp_path) as (standin, alice):
+    async with playing(tmp_path, JOB, answers(503, Retry_After="77")) as (line, alice):
         await until(lambda: "unreachable" in alice.snapshot().state)
         assert alice.snapshot().state.endswith("trying again in 77 s")
         await alice.leave()
-        assert alice.snapshot().over
-    assert standin.fired
+        assert alice.snapshot().over and line.fired
 
 
 async def test_a_volunteer_that_leaves_finishes_its_units(tmp_path: Path) -> None:
     valve = Valve(before=2)
-    standin = StandIn(digits_job())
-    async with playing(standin, tmp_path, replace(standin.job, loss=valve)) as (standin, alice):
+    async with playing(tmp_path, own=replace(JOB, loss=valve)) as (line, alice):
         await asyncio.to_thread(valve.reached.wait)
         state, unit = alice.snapshot().state, alice.snapshot().units[0]
-        assert (state, unit.unit, unit.phase) == ("training", "epoch 1, subset 0", "training")
+        assert (state, unit.unit[:7], unit.phase) == ("training", "epoch 1", "training")
         assert (unit.done, unit.batches) == (2, 4)
         assert 0 < unit.seconds <= alice.snapshot().seconds < TIME_LIMIT_S
         leaving = asyncio.create_task(alice.leave())
@@ -112,43 +130,41 @@ async def test_a_volunteer_that_leaves_finishes_its_units(tmp_path: Path) -> Non
         await leaving
         assert (alice.snapshot().accepted, alice.snapshot().state) == (1, "left")
         assert alice.snapshot().seconds < TIME_LIMIT_S
-    assert len(standin.given) == len(standin.results) == 1 and not standin.returned
+        assert line.scene.kinds()[:2] == ["Assigned", "Accepted"]
+        assert not {"GaveBack", "Finished"} & {*line.scene.kinds()}
 
 
 async def test_a_volunteer_that_leaves_at_once_gives_its_units_back(tmp_path: Path) -> None:
     valve = Valve(before=1)
-    standin = StandIn(digits_job())
-    async with playing(standin, tmp_path, replace(standin.job, loss=valve)) as (standin, alice):
+    async with playing(tmp_path, own=replace(JOB, loss=valve), units=2) as (line, alice):
         await asyncio.to_thread(valve.reached.wait)
+        await until(lambda: len(alice.snapshot().units) == 2)
         leaving = asyncio.create_task(alice.leave(finish_s=0.0))
         await asyncio.sleep(0)
         valve.go_on.set()
         await leaving
-        assert alice.snapshot().given_back == 1
-    assert standin.returned == list(standin.given) and not standin.results
-    assert not list(tmp_path.glob("units/*.unit"))
+        assert alice.snapshot().given_back == 2
+        assert line.scene.kinds() == ["Assigned", "Assigned", "GaveBack", "GaveBack"]
+    assert not list(tmp_path.glob("alice/units/*.unit"))
 
 
 async def test_a_volunteer_without_a_unit_asks_again_when_it_was_told_to(tmp_path: Path) -> None:
-    standin = StandIn(digits_job())
     waiting = msgspec.msgpack.encode(UnitAnswer(wait_s=1000.0, epoch=3))
-    standin.meets("POST /api/units", answers(200, body=waiting))
-    async with playing(standin, tmp_path) as (standin, alice):
+    async with playing(tmp_path, JOB, answers(200, body=waiting)) as (line, alice):
         await until(lambda: alice.snapshot().epoch == 3)
         await alice.leave()
-    assert standin.seen.count("POST /api/units") == 1
+    assert line.seen.count("POST /api/units") == 1
 
 
 async def test_a_unit_on_its_way_to_a_volunteer_that_leaves_is_given_back(tmp_path: Path) -> None:
-    standin, waits = StandIn(digits_job()), Waits()
-    standin.meets("POST /api/units", waits)
-    async with playing(standin, tmp_path) as (standin, alice):
+    waits = Waits()
+    async with playing(tmp_path, JOB, waits) as (line, alice):
         await waits.reached.wait()
         leaving = asyncio.create_task(alice.leave())
         await asyncio.sleep(0)
         waits.go_on.set()
         await leaving
-    assert standin.returned == list(standin.given) != []
+        assert line.scene.kinds() == ["Assigned", "GaveBack"]
 
 
 @pytest.mark.parametrize("kind", [ZeroDivisionError, SystemExit, KeyboardInterrupt])
@@ -158,30 +174,24 @@ async def test_an_error_in_the_jobs_own_code_ends_it_and_the_unit_is_given_back(
     def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
         raise kind("no such thing")
 
-    standin = StandIn(digits_job())
-    async with playing(standin, tmp_path, replace(standin.job, loss=loss), units=2) as (standin, alice):
+    async with playing(tmp_path, own=replace(JOB, loss=loss)) as (line, alice):
         await alice.wait_over()
         snapshot = alice.snapshot()
         assert snapshot.state == f"the job's code failed: {kind.__name__}: no such thing"
-        assert "in loss" in snapshot.fault and snapshot.given_back == 2
-    assert sorted(standin.returned) == sorted(standin.given)
+        assert "in loss" in snapshot.fault and snapshot.given_back == 1
+        assert line.scene.kinds() == ["Assigned", "GaveBack"]
 
 
 async def test_a_machine_that_lacks_what_the_job_needs_ends_and_says_so_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    job = digits_job().with_plan(needs=Resources(memory_gb=1e6))
-    async with AsyncExitStack() as stack, asyncio.timeout(TIME_LIMIT_S):
-        scene = await stack.enter_async_context(coordinating(job, tmp_path / "job"))
-        client = CoordinatorClient(scene.server.url, scene.alice.token, run_id=RUN, authority=None)
-        await stack.enter_async_context(aclosing(client))
-        alice = Volunteer(client, job, await client.card(), tmp_path / "alice", units=3)
-        await alice.begin()
+    job = JOB.with_plan(needs=Resources(memory_gb=1e6))
+    async with playing(tmp_path, job, units=3) as (line, alice):
         await alice.wait_over()
         assert alice.snapshot().over and not alice.snapshot().fault
         assert alice.snapshot().state.startswith("this job needs 1e+06 GB of memory (your machine has ")
         assert caplog.text.count("this job needs") == 1
-        assert scene.kinds() == []
+        assert line.scene.kinds() == []
 
 
 def test_a_machine_says_its_cores_and_its_memory_if_its_system_does(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -197,46 +207,35 @@ async def test_results_that_do_not_count_are_counted_with_why(
 ) -> None:
     if code == "invalid":  # after a surplus one the next unit follows at once
         monkeypatch.setattr(module, "AFTER_REFUSAL_S", QUICK)
-    standin = StandIn(digits_job())
-    standin.refuse = Problem(code, "too far off, or too late")
-    async with playing(standin, tmp_path) as (_, alice):
-        await until(lambda: alice.snapshot().surplus + alice.snapshot().refused == 2)
+    refusals = [says(422, code, "too far off, or too late")] * 2
+    async with playing(tmp_path, JOB, *refusals, at="PUT /api/results") as (_, alice):
+        # the coordinator, which refused nothing, sends the unit again
+        await alice.wait_over()
         found = alice.snapshot()
-        expected = {"surplus": (2, 0, ""), "invalid": (0, 2, "too far off, or too late")}
-        assert (found.surplus, found.refused, found.refusal) == expected[code] and found.accepted == 0
-        assert ("2 came after another volunteer's" in repr(alice)) == (code == "surplus")
-        await alice.leave()
-    assert not list(tmp_path.glob("units/*.unit"))
+    expected = {"surplus": (2, 0, ""), "invalid": (0, 2, "too far off, or too late")}
+    assert (found.surplus, found.refused, found.refusal) == expected[code] and found.accepted == 2
+    assert ("2 came after another volunteer's" in repr(alice)) == (code == "surplus")
 
 
 @pytest.mark.parametrize(("status", "code"), [(403, "banned"), (401, "token")])
 async def test_a_refusal_ends_it_and_says_why(tmp_path: Path, status: int, code: str) -> None:
-    standin = StandIn(digits_job())
-    standin.meets("POST /api/units", says(status, code, "three bad results"))
-    async with playing(standin, tmp_path) as (standin, alice):
+    async with playing(tmp_path, JOB, says(status, code, "three bad results")) as (_, alice):
         await alice.wait_over()
         assert alice.snapshot().over
         assert alice.snapshot().state == "the coordinator refuses: three bad results"
-    assert standin.fired
 
 
 async def test_data_that_the_card_does_not_name_end_it(tmp_path: Path) -> None:
-    async with playing(StandIn(digits_job()), tmp_path) as (standin, alice):
-        waits = Waits()
-        standin.meets("POST /api/units", waits)
-        await waits.reached.wait()
-        standin.files = [rows.encode() for rows in standin.job.rows().cut(2, seed=9)]
-        waits.go_on.set()
+    unit = UnitAnswer(GivenUnit("a" * 32, 1, 0, "b" * 64, "parameters", 60.0, 7))
+    async with playing(tmp_path, JOB, answers(200, body=msgspec.msgpack.encode(unit))) as (_, alice):
         await alice.wait_over()
-        assert "data have changed" in alice.snapshot().state
-    assert len(standin.returned) == 1
+        assert "data have changed" in alice.snapshot().state and alice.snapshot().given_back == 1
 
 
 @pytest.mark.slow
 async def test_a_paused_volunteer_stops_and_resumes(tmp_path: Path) -> None:
     gate, valve = PauseGate(), Valve(before=2)
-    job = replace(digits_job(), loss=valve)
-    async with playing(StandIn(job, epochs=2), tmp_path, job, gate=gate) as (_, alice):
+    async with playing(tmp_path, own=replace(JOB, loss=valve), gate=gate) as (_, alice):
         await asyncio.to_thread(valve.reached.wait)
         gate.hold()
         valve.go_on.set()
@@ -246,30 +245,29 @@ async def test_a_paused_volunteer_stops_and_resumes(tmp_path: Path) -> None:
         assert valve.batches == batches and alice.snapshot().state == "paused"
         gate.release()
         await alice.wait_over()
-        assert alice.snapshot().accepted == 4
+        assert alice.snapshot().accepted == 2
 
 
 async def test_a_killed_volunteer_resumes_where_it_was(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "SAVE_S", 0.0)
-    standin, valve, counted = StandIn(digits_job()), Valve(before=2), Valve(before=1000)
-    first, second = tmp_path / "first", tmp_path / "second"
-    async with playing(standin, first, replace(standin.job, loss=valve)) as (_, killed):
+    valve, counted = Valve(before=2), Valve(before=1000)
+    copy = tmp_path / "copy"
+    async with playing(tmp_path, own=replace(JOB, loss=valve), held=True) as (line, killed):
         await asyncio.to_thread(valve.reached.wait)
-        shutil.copytree(first, second)  # the disk, as the kill leaves it
+        shutil.copytree(killed.folder, copy)  # the disk, as the kill leaves it
+        line.meets("POST /api/units", says(403, "banned", "a killed one says nothing"))
         leaving = asyncio.create_task(killed.leave(finish_s=0.0))
         await asyncio.sleep(0)
         valve.go_on.set()
         await leaving
-        standin.returned.clear()  # a killed one says nothing
-        fetched = standin.seen.count("GET /api/parameters")
-        async with aclosing(client_of(standin, token=Token(Identity(b"a" * 32)))) as client:
-            again = Volunteer(client, replace(standin.job, loss=counted), await client.card(), second)
-            await again.begin()
-            await again.wait_over()
-        assert again.snapshot().accepted == 2 and counted.batches == 2 * 4 - 2
-        assert standin.seen.count("GET /api/parameters") == fetched + 1  # of the other unit
-        assert len(standin.given) == 2  # nothing was asked for twice
-        for assignment, values in standin.results.items():
-            np.testing.assert_array_equal(values, trained(standin, standin.given[assignment]))
+        assert len(line.fired) == 1
+        fetched = line.seen.count("GET /api/parameters")
+        async with alice_at(line, copy, replace(JOB, loss=counted)) as again:
+            await until(lambda: again.snapshot().accepted == 2)
+            assert counted.batches == 2 * 4 - 2
+            assert line.seen.count("GET /api/parameters") == fetched + 1  # of the other unit
+            assert line.scene.kinds().count("Assigned") == 2  # nothing was asked for twice
+            check_results(line)
+            await again.leave()
