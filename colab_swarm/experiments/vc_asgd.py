@@ -205,8 +205,7 @@ class _Fleet:
         plan = WorkPlan(
             subsets=model.units, max_epochs=model.epochs, deadline_s=model.deadline_s, in_flight=model.slots
         )
-        digests = [f"{unit:064x}" for unit in range(model.units)]
-        self._dispatcher = Dispatcher(plan, digests, random.Random(seed + 1))
+        self._dispatcher = Dispatcher(plan, model.units, random.Random(seed + 1))
         self._kills = 0
         self._ended_at = 0.0
 
@@ -235,7 +234,7 @@ class _Fleet:
         while not dispatcher.state.finished:
             now = loop_now()
             self._commit(*dispatcher.expired(now=now))
-            given = dispatcher.assign(instance, (), now=now)
+            given = dispatcher.assign(instance, now=now)
             if given is None:
                 await asyncio.sleep(dispatcher.wait_s(instance, now=now))
                 continue

@@ -29,7 +29,6 @@ from colab_swarm.training.state import load_checkpoint, save_checkpoint
 from colab_swarm.workunits.job import UnitTraining
 from colab_swarm.workunits.messages import (
     FRESH_S,
-    MAX_HELD,
     PACKED,
     AskForUnit,
     GivenUnit,
@@ -59,7 +58,6 @@ class SubsetCache:
 
     def __init__(self, folder: Path, digests: Collection[str]) -> None:
         self._folder = folder
-        self._digests = digests
         names = {path.name for path in folder.glob("[0-9a-f]" * 64)}
         for name in names.difference(digests):
             with suppress(OSError):
@@ -85,12 +83,6 @@ class SubsetCache:
                 (self._folder / digest).write_bytes(data)
         except OSError as error:
             logger.warning("cannot save %s bytes of data in %s: %s", f"{len(data):,}", self._folder, error)
-
-    def held(self) -> tuple[str, ...]:
-        """Return the digests of the files, as many as fit in a message."""
-        names = {path.name for path in self._folder.glob("*")}
-        held = [digest for digest in self._digests if digest in names]
-        return tuple(held[:MAX_HELD])
 
 
 T = TypeVar("T")

@@ -115,8 +115,7 @@ class Coordinator(contextlib.AbstractContextManager["Coordinator"]):
         store.begin(self.schema.flatten(model))
         self._write_code()
         self.card = self._signed_card(subsets)
-        digests = [subset.sha256 for subset in subsets]
-        self.dispatcher = Dispatcher(job.plan, digests, random.SystemRandom())
+        self.dispatcher = Dispatcher(job.plan, len(subsets), random.SystemRandom())
         self._log = JobLog(self.dispatcher, store)
         self.finished = self._log.finished
         gate = RequestGate(access.admission)

@@ -81,30 +81,23 @@ STALE = {
 class Dispatcher:
     """Decide for one job, without I/O; ``now`` is seconds since the epoch.
 
-    ``subsets`` are the SHA-256 of the data. ``rng`` draws names of assignments, which must not be
-    guessed.
+    ``subsets`` is the number of units of an epoch. ``rng`` draws names of assignments, which must
+    not be guessed.
     """
 
-    def __init__(self, plan: WorkPlan, subsets: Sequence[str], rng: random.Random) -> None:
+    def __init__(self, plan: WorkPlan, subsets: int, rng: random.Random) -> None:
         self._plan = plan
-        self._subsets = tuple(subsets)
         self._rng = rng
-        self.state = JobState(len(self._subsets))
+        self.state = JobState(subsets)
 
     @property
     def epoch(self) -> int:
         return min(self.state.epoch, self._plan.max_epochs)
 
     def assign(
-        self,
-        volunteer: str,
-        held: Collection[str],
-        *,
-        now: float,
-        name: str = "",
-        resources: Resources = NOTHING,
+        self, volunteer: str, *, now: float, name: str = "", resources: Resources = NOTHING
     ) -> Assigned | None:
-        """Assign a unit to a volunteer that has the subsets of SHA-256 ``held``; None: there is none for it."""
+        """Assign a unit to a volunteer; return None if there is none for it."""
         record = self.state.volunteer(volunteer)
         most = self._plan.in_flight
         if not record.proven:
@@ -113,7 +106,7 @@ class Dispatcher:
         busy = record.in_flight >= most or record.idle_until > now
         if done or busy or self.unfit(resources):
             return None
-        unit = self._choice(record, volunteer, held, now)
+        unit = self._choice(record, volunteer, now)
         if unit is None:
             return None
         state = self.state.open[unit]
@@ -138,13 +131,12 @@ class Dispatcher:
             return f"this job needs {lacks}: volunteer with another machine"
         return ""
 
-    def _choice(
-        self, record: VolunteerState, volunteer: str, held: Collection[str], now: float
-    ) -> Unit | None:
+    def _choice(self, record: VolunteerState, volunteer: str, now: float) -> Unit | None:
         """Return the unit that is best for a volunteer; None if it may train none.
 
         A proven one gets units that failed before first, any other gets them last. Then those of
-        data that it has. Volunteers start at different places. Copies are the last resort.
+        data that it had before, and has in its cache. Volunteers start at different places. Copies
+        are the last resort.
         """
         open_units = self.state.open
         patience_s = 0.0
@@ -159,10 +151,11 @@ class Dispatcher:
         if not free:
             return self._overdue(volunteer, now)
         first = self._rng.randrange(len(free))
+        known = self.state.known.get(volunteer, set())
 
         def rank(unit: Unit) -> tuple[bool, bool]:
             has_failed = bool(open_units[unit].failed_by)
-            return has_failed != record.proven, self._subsets[unit.subset] not in held
+            return has_failed != record.proven, unit.subset not in known
 
         return min(free[first:] + free[:first], key=rank)
 
@@ -357,7 +350,7 @@ class Dispatcher:
         epoch = len(self.state.epochs) + 1
         measured = self.state.measured.get(epoch, {})
         patience_until = self.state.done_at.get(epoch, math.inf) + MEASURE_S
-        if len(measured) < len(self._subsets) and now < patience_until:
+        if len(measured) < self.state.subsets and now < patience_until:
             return []
         accuracies = list(measured.values()) or [math.nan]
         mean = statistics.fmean(accuracies)

@@ -41,7 +41,6 @@ MAX_BODY_BYTES = 64 << 10
 PACKED = "application/zstd"
 """Media type of compressed parameters, for a volunteer that accepts it."""
 MAX_UNITS = 64
-MAX_HELD = 1024
 Digest: TypeAlias = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{64}\Z")]
 AssignmentId: TypeAlias = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{32}\Z")]
 
@@ -98,8 +97,6 @@ NOTHING = Resources()
 class AskForUnit(Message, frozen=True):
     """Request a unit; or return all units untrained, and leave."""
 
-    # SHA-256 of the data in the cache, whose units are preferred
-    held: Annotated[tuple[Digest, ...], msgspec.Meta(max_length=MAX_HELD)] = ()
     name: Annotated[str, msgspec.Meta(max_length=64)] = ""  # of the volunteer, for people
     # assignments that it has; another one of its own is sent again, for the reply with it was lost
     in_hand: Annotated[tuple[AssignmentId, ...], msgspec.Meta(max_length=MAX_UNITS)] = ()

@@ -277,6 +277,7 @@ class JobState:
     replicas: dict[str, UnitReplica] = field(default_factory=dict)  # by assignment
     out: dict[str, UnitReplica] = field(default_factory=dict)  # those at volunteers, by assignment
     volunteers: dict[str, VolunteerState] = field(default_factory=dict)  # by peer id
+    known: dict[str, set[int]] = field(default_factory=lambda: defaultdict(set))  # subsets that each had
     version: int = 0  # of the newest parameters
     assimilated: int = 0  # units of ``epoch``
     done_at: dict[int, float] = field(default_factory=dict)  # when an epoch's last unit was assimilated
@@ -347,6 +348,7 @@ class JobState:
         volunteer = self._seen(entry.volunteer, entry.at)
         volunteer.in_flight += 1
         volunteer.name = entry.name
+        self.known[entry.volunteer].add(entry.unit.subset)
 
     def _end(self, replica: UnitReplica, fate: Fate) -> VolunteerState:
         volunteer = self.volunteers[replica.given.volunteer]

@@ -28,15 +28,8 @@ FORMS = (
     "memory, a file such as job.db or sqlite:////absolute/path, redis://HOST:6379/0, unix:///path/of/redis.sock, "
     "postgresql+psycopg://USER:PASSWORD@HOST/DATABASE or mysql+pymysql://USER:PASSWORD@HOST/DATABASE"
 )
-_SQL = ("sql_store", "SqlStore")
-_REDIS = ("redis_store", "RedisStore", "workunits")
-STORES = {
-    "": (*_SQL, "train"),
-    "postgresql+psycopg": (*_SQL, "workunits"),
-    "mysql+pymysql": (*_SQL, "workunits"),
-    **dict.fromkeys(("redis", "rediss", "unix"), _REDIS),
-}
-"""By scheme of an address, which a file has none: module and class, and the extra that installs its library."""
+REDIS = {"redis", "rediss", "unix"}
+SQL = {"postgresql+psycopg", "mysql+pymysql"}
 KEEP_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 40)}
 """Environment of servers: glibc reuses the memory of vectors, which halves the time of an update."""
 
@@ -131,14 +124,20 @@ def open_store(url: str, job: str) -> ParameterStore:
     Raises ValueError if the address has none of the forms in `FORMS`.
     """
     scheme, _, place = url.rpartition("://")
+    if scheme in REDIS:
+        return _open("redis_store", "RedisStore", url, job, extra="workunits")
+    if scheme in SQL:
+        return _open("sql_store", "SqlStore", url, job, extra="workunits")
     if scheme == "sqlite" and place.startswith("/"):
-        scheme = ""
-        url = str(Path(place[1:]).absolute())
+        return _open("sql_store", "SqlStore", str(Path(place[1:]).absolute()), job, extra="train")
     # a word such as "redis" is a mistake, not a file
-    is_word = url == Path(url).stem and url != "memory"
-    if scheme not in STORES or (is_word and not scheme):
-        raise ValueError(f"{scheme or url!r} is no store: use {FORMS}")
-    module, kind, extra = STORES[scheme]
+    is_file = not scheme and (Path(url).suffix or Path(url).name != url)
+    if is_file or url == "memory":
+        return _open("sql_store", "SqlStore", url, job, extra="train")
+    raise ValueError(f"{scheme or url!r} is no store: use {FORMS}")
+
+
+def _open(module: str, kind: str, url: str, job: str, *, extra: str) -> ParameterStore:
     try:
         library = import_module(f"colab_swarm.workunits.{module}")
         return cast(ParameterStore, getattr(library, kind)(url, job))

@@ -279,8 +279,7 @@ class Volunteer:
             # one slot at a time: else a unit on its way to another slot seems lost
             async with self._asking:
                 names = tuple(self._in_hand)
-                cached = self._cache.held()
-                answer = await self._client.ask(AskForUnit(cached, self._name, names, self._resources))
+                answer = await self._client.ask(AskForUnit(self._name, names, self._resources))
                 if answer.unit is not None:
                     held = UnitInHand(answer.unit, time.time() + answer.unit.deadline_s)
                     self._in_hand[answer.unit.assignment] = held

@@ -240,7 +240,7 @@ class CoordinatorServer:
     async def _assign(self, volunteer: str, ask: AskForUnit, now: float) -> Assigned | None:
         """Assign a unit, with the initial parameters that its replicas share as a blob."""
         core = self._dispatcher
-        assigned = core.assign(volunteer, ask.held, now=now, name=ask.name, resources=ask.resources)
+        assigned = core.assign(volunteer, now=now, name=ask.name, resources=ask.resources)
         if assigned is None:
             return None
         base = {}

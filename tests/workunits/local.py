@@ -122,7 +122,7 @@ class Stranger:
         units = list[GivenUnit]()
         for _ in range(count):
             names = (*in_hand, *(unit.assignment for unit in units))
-            body = msgspec.msgpack.encode(AskForUnit((), "alice", names, **changes))
+            body = msgspec.msgpack.encode(AskForUnit("alice", names, **changes))
             unit = (await self.send("POST", "/api/units", body)).message(UnitAnswer).unit
             if unit is not None:
                 units.append(unit)

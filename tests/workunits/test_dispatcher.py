@@ -20,9 +20,8 @@ class Desk:
     """A dispatcher whose decisions take effect at once, at ``now``."""
 
     def __init__(self, subsets: int = 4, **plan: object) -> None:
-        self.digests = [f"{subset:064x}" for subset in range(subsets)]
         self.plan = WorkPlan(**{"max_epochs": 3, "deadline_s": 100.0, **plan})  # type: ignore[arg-type]
-        self.core = Dispatcher(self.plan, self.digests, random.Random(1))
+        self.core = Dispatcher(self.plan, subsets, random.Random(1))
         self.now, self.values = 1000.0, dict[str, float]()
         self.log: list[AnyEntry] = []
         desks.append(self)
@@ -33,11 +32,11 @@ class Desk:
         self.log += entries
         return list(entries)
 
-    def ask(self, volunteer: str, count: int = 1, held: tuple[str, ...] = ()) -> list[Assigned]:
+    def ask(self, volunteer: str, count: int = 1) -> list[Assigned]:
         """Ask ``count`` times; return the units that it gets."""
         units = []
         for _ in range(count):
-            unit = self.core.assign(volunteer, held, now=self.now, name=f"{volunteer[0]}'s notebook")
+            unit = self.core.assign(volunteer, now=self.now, name=f"{volunteer[0]}'s notebook")
             if unit is not None:
                 units += self.commit(unit)
         return units
@@ -94,18 +93,24 @@ def check_desks() -> Iterator[None]:
         check_state(desk.core)
 
 
-def test_a_new_volunteer_gets_few_units_and_a_proven_one_more_those_of_its_data_first() -> None:
+def test_a_new_volunteer_gets_few_units_and_a_proven_one_more() -> None:
     desk = Desk(subsets=20, in_flight=5)
     given = desk.ask(ALICE, count=8)
     assert len(given) == FEW
     desk.result(given[0])
-    held = desk.digests[(given[1].unit.subset + 10) % 20]
-    more = desk.ask(ALICE, count=8, held=(held,))
-    assert len(more) == 4 and desk.digests[more[0].unit.subset] == held
-    assert desk.ask(ALICE, count=8) == []
+    assert len(desk.ask(ALICE, count=8)) == 4
     record = desk.core.state.volunteers[ALICE]
     assert (record.volunteer, record.name, record.last_seen) == (ALICE, "a's notebook", desk.now)
     assert (record.accepted, record.in_flight) == (1, 5)
+
+
+def test_in_later_epochs_a_volunteer_gets_the_subsets_that_it_has_first() -> None:
+    desk = Desk(subsets=12, in_flight=6)
+    desk.prove(ALICE, BOB)
+    for _ in range(5):
+        desk.prove(ALICE, BOB)
+    had = {given.unit.subset for given in desk.log if isinstance(given, Assigned) and given.volunteer == BOB}
+    assert {given.unit.subset for given in desk.ask(BOB, count=6)} == had
 
 
 def test_an_expired_unit_goes_out_again_and_its_late_result_is_wanted_until_another_has_it() -> None:
@@ -237,7 +242,7 @@ def test_replicas_go_to_different_volunteers_and_two_of_three_that_agree_decide(
 )
 def test_a_unit_goes_only_to_a_machine_that_has_what_the_job_needs(has: Resources, why: str) -> None:
     desk = Desk(needs=Resources(cpu_cores=4, memory_gb=8, gpu_memory_gb=12))
-    given = desk.core.assign(ALICE, (), now=desk.now, resources=has)
+    given = desk.core.assign(ALICE, now=desk.now, resources=has)
     assert why in desk.core.unfit(has)
     assert bool(given) == (not desk.core.unfit(has)) == (not why)
 

@@ -92,7 +92,7 @@ class Ordeal(Desk):
             self.send(volunteer, self.rng.choice(self.sent[volunteer]), 0.0)
 
     def restart(self) -> None:
-        before, self.core = self.core, Dispatcher(self.plan, self.digests, random.Random(len(self.log)))
+        before, self.core = self.core, Dispatcher(self.plan, SUBSETS, random.Random(len(self.log)))
         for entry in self.log:
             self.core.state.apply(state.decode_entry(state.encode_entry(entry)))
         assert self.core.state == before.state

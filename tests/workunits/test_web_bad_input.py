@@ -66,7 +66,7 @@ def asking(body: bytes = b"", **headers: str) -> Asking:
         (asking(gzip.compress(bytes(1 << 20)), Content_Encoding="gzip"), 422, "no AskForUnit"),
         (unsigned, 422, "not the signed one"),
         (chunked, 422, "send Content-Length"),
-        (asking(msgspec.msgpack.encode([(), "", (), (4, math.nan, 0.0)])), 422, "memory_gb"),
+        (asking(msgspec.msgpack.encode(["", (), (4, math.nan, 0.0)])), 422, "memory_gb"),
         (lambda scene, *_: scene.alice.send("GET", "/api/job", Authorization=""), 401, "no token"),
     ],
 )
