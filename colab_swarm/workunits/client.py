@@ -345,7 +345,7 @@ class UnitProgress:
     """A unit in hand, for people."""
 
     unit: str
-    phase: str = "downloading"  # or training, uploading
+    phase: str = "waiting"  # or downloading, training, uploading
     done: int = 0  # batches
     batches: int = 0  # of the unit
     loss: float | None = None  # of the latest batch

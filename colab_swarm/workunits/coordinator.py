@@ -10,7 +10,6 @@ import contextlib
 import logging
 import random
 import time
-from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal, TypedDict, Unpack
@@ -38,7 +37,7 @@ from colab_swarm.workunits.dispatcher import Dispatcher, JobLog
 from colab_swarm.workunits.job import Job, lay_out
 from colab_swarm.workunits.messages import JobCard, RequestGate, Subset, Token, waited
 from colab_swarm.workunits.servers import ParameterServer, ServerPool, ServerProcess
-from colab_swarm.workunits.state import MARKS, MAX_MARKS, AnyEntry, JobStatus, Unit, UnitState, VolunteerState
+from colab_swarm.workunits.state import MARKS, MAX_MARKS, AnyEntry, JobStatus, Unit
 from colab_swarm.workunits.store import ParameterStore, open_store
 from colab_swarm.workunits.web import CoordinatorServer
 from colab_swarm.workunits.weights import Schema
@@ -287,6 +286,14 @@ class Coordinator(contextlib.AbstractContextManager["Coordinator"]):
         state = self.dispatcher.state
         epoch = self.dispatcher.epoch
         units = [state.units[Unit(epoch, subset)] for subset in range(state.subsets)]
+        marks = [unit.mark for unit in units]
+        # those that failed wait again
+        counts = dict.fromkeys(("waiting", "training", "queued", "assimilated"), 0)
+        for mark in marks:
+            counts["waiting" if mark in MARKS.values() else mark] += 1
+        # copies, by accepted units
+        volunteers = [replace(record) for record in state.volunteers.values()]
+        volunteers.sort(key=lambda record: -record.accepted)
         staleness = [unit.staleness for unit in units if unit.staleness is not None]
         rows = tuple(subset.rows for subset in self.card.subsets)
         units_per_s = self._units_per_s(now)
@@ -305,10 +312,10 @@ class Coordinator(contextlib.AbstractContextManager["Coordinator"]):
             epoch=epoch,
             max_epochs=plan.max_epochs,
             finished=state.finished,
-            volunteers=self._volunteers(),
+            volunteers=tuple(volunteers),
             epochs=tuple(state.epochs),
-            units=_counts(units),
-            marks=tuple(unit.mark for unit in units[:MAX_MARKS]),
+            units=counts,
+            marks=tuple(marks[:MAX_MARKS]),
             staleness=sum(staleness) / len(staleness) if staleness else None,
             update_s=tuple(sorted(state.update_s)),
             units_per_s=units_per_s,
@@ -322,20 +329,6 @@ class Coordinator(contextlib.AbstractContextManager["Coordinator"]):
         if state.finished or not times or now <= times[0]:
             return 0.0
         return len(times) / (now - times[0])
-
-    def _volunteers(self) -> tuple[VolunteerState, ...]:
-        """Return copies of the volunteers' records, by accepted units."""
-        records = [replace(record) for record in self.dispatcher.state.volunteers.values()]
-        records.sort(key=lambda record: -record.accepted)
-        return tuple(records)
-
-
-def _counts(units: list[UnitState]) -> dict[str, int]:
-    """Count units by mark; those that failed count as waiting."""
-    counts = Counter(unit.mark for unit in units)
-    for mark in MARKS.values():
-        counts["waiting"] += counts.pop(mark, 0)
-    return {mark: counts[mark] for mark in ("waiting", "training", "queued", "assimilated")}
 
 
 def issue(access: RunAccess, identity: Identity | Node, *, hours: float) -> Invite:

@@ -126,19 +126,8 @@ class Finished(Entry, frozen=True):
     reason: str
 
 
-AnyEntry: TypeAlias = (
-    Began
-    | Assigned
-    | Returned
-    | Accepted
-    | Rejected
-    | Expired
-    | GaveBack
-    | Assimilated
-    | Measured
-    | EpochEnded
-    | Finished
-)
+UnitEntry: TypeAlias = Assigned | Returned | Accepted | Rejected | Expired | GaveBack | Assimilated
+AnyEntry: TypeAlias = Began | UnitEntry | Measured | EpochEnded | Finished
 encode_entry = msgspec.msgpack.Encoder().encode
 decode_entry = msgspec.msgpack.Decoder[AnyEntry](AnyEntry).decode
 MEMORY = 0.9

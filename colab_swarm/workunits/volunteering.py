@@ -300,6 +300,8 @@ class Volunteer:
     async def _train(self, held: UnitInHand) -> None:
         """Train a unit and upload its result; raise CallRefused if that is refused."""
         unit = held.unit
+        progress = held.progress
+        progress.phase = "downloading"
         if held.state is None:
             await asyncio.to_thread(self._saves.save, held)
         subset = self._subsets.get(unit.data)
@@ -311,7 +313,6 @@ class Volunteer:
             values = await self._client.parameters(unit.parameters, self._schema)
         training = await self._compute(lambda: self._begin(held, data, values))
         held.training = training
-        progress = held.progress
         progress.phase = "training"
         progress.batches = training.batches
         while training.done < training.batches:

@@ -58,8 +58,7 @@ SEND_S = 60.0
 SLOWEST_BYTES_S = 32 << 10
 SENT_BYTES = 64 << 10
 BUSY_S = 1
-BROKEN_S = 5
-"""Seconds after which to retry, where the coordinator is busy, and where its store fails."""
+"""Seconds after which to retry, where the coordinator is busy or its store fails."""
 FAREWELL_S = 2.0
 """For draining a refused body, and for transfers when the server closes."""
 STATUSES = dict(token=401, banned=403, unknown=404, stale=410, surplus=410, size=413, invalid=422, busy=503)
@@ -154,7 +153,7 @@ class CoordinatorServer:
             return _refusal(STATUSES[error.code], Problem(error.code, str(error)))
         except StoreError:
             problem = Problem("busy", "the coordinator's store does not answer: try again in a few seconds")
-            return _refusal(503, problem, {"Retry-After": str(BROKEN_S)})
+            return _refusal(503, problem)
         except web.HTTPException as error:
             if not request.path.startswith("/api"):
                 raise
