@@ -202,23 +202,22 @@ class Coordinator(contextlib.AbstractContextManager["Coordinator"]):
 
     async def start(self, options: CoordinatorOptions, tunnel: TunnelSettings | None = None) -> None:
         """Begin the job, or resume it where its log ends. All parts start, or none."""
+        host = options.get("host", "")
+        self.url = options.get("url", "")
         try:
-            await self._start(options, tunnel)
+            await self._log.begin()
+            self._upkeep = asyncio.create_task(self._keep_up(), name="coordinate")
+            port = await self._listen(host, options.get("port", 0))
+            if tunnel is not None:
+                self._tunnel = Tunnel(
+                    tunnel, port, on_change=self._set_url, events=EventLog(), sent_bytes=float
+                )
+                relayed = await self._tunnel.open()
+                self._set_url(relayed.address)
         except BaseException:
             await self.close()
             raise
-
-    async def _start(self, options: CoordinatorOptions, tunnel: TunnelSettings | None) -> None:
-        await self._log.begin()
-        self._upkeep = asyncio.create_task(self._keep_up(), name="coordinate")
-        host = options.get("host", "")
-        self.url = options.get("url", "")
-        port = await self._listen(host, options.get("port", 0))
-        if tunnel is not None:
-            self._tunnel = Tunnel(tunnel, port, on_change=self._set_url, events=EventLog(), sent_bytes=float)
-            relayed = await self._tunnel.open()
-            self._set_url(relayed.address)
-        elif not self.url:
+        if not self.url:
             addresses = reachable_addresses(host or "0.0.0.0", port)
             # the first is loopback
             self._set_url(addresses[min(1, len(addresses) - 1)])

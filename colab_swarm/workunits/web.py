@@ -359,7 +359,10 @@ class CoordinatorServer:
             if unit is None:
                 version = max({self._dispatcher.state.version, *self._files})
             else:
-                version = self._version_of(unit)
+                state = self._dispatcher.state.open.get(unit)
+                if state is None or not state.replicas:
+                    raise CallRefused("stale", f"unit {unit} is not open: ask for other units")
+                version = state.replicas[0].given.version
             if version not in self._files:
                 version, values = await self._load(unit, version)
                 file = memoryview(b"".join((self._schema.head(), values)))
@@ -374,12 +377,6 @@ class CoordinatorServer:
             return version, await asyncio.to_thread(self._log.store.blob, f"base-{unit}")
         except LookupError as error:
             raise CallRefused("stale", f"unit {unit} is not open: ask for other units") from error
-
-    def _version_of(self, unit: Unit) -> int:
-        state = self._dispatcher.state.open.get(unit)
-        if state is None or not state.replicas:
-            raise CallRefused("stale", f"unit {unit} is not open: ask for other units")
-        return state.replicas[0].given.version
 
     async def _send(
         self, request: web.Request, data: memoryview, etag: str, kind: str = "application/octet-stream"

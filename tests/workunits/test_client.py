@@ -150,6 +150,8 @@ async def test_parameters_of_another_model_or_version_are_fetched_again_whole(tm
     async with talking(tmp_path) as (line, client):
         scene = line.scene
         schema = scene.coordinator.schema
+        await client.parameters("parameters", schema)
+        assert 0 < client.received_bytes < schema.size_bytes  # packed
 
         async def breaks_and_changes(request, respond):  # type: ignore[no-untyped-def]
             first = await respond(request)
