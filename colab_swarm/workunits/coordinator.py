@@ -214,13 +214,13 @@ class Coordinator(contextlib.AbstractContextManager["Coordinator"]):
                 )
                 relayed = await self._tunnel.open()
                 self._set_url(relayed.address)
+            if not self.url:
+                addresses = reachable_addresses(host or "0.0.0.0", port)
+                # the first is loopback
+                self._set_url(addresses[min(1, len(addresses) - 1)])
         except BaseException:
             await self.close()
             raise
-        if not self.url:
-            addresses = reachable_addresses(host or "0.0.0.0", port)
-            # the first is loopback
-            self._set_url(addresses[min(1, len(addresses) - 1)])
 
     async def _listen(self, host: str, port: int) -> int:
         """Listen on ``port``; 0: on that of last time if it is free. Return the port."""

@@ -47,7 +47,9 @@ MIN_UPLOADS = 4
 MAX_UPLOADS = 32
 MAX_UPLOADS_BYTES = 1 << 30
 MAX_DOWNLOADS = 64
-KEPT_BYTES = 128 << 20  # of parameters that are kept, and as many of compressed ones, by their sizes before
+# Versions of parameters that are kept, plain and compressed
+MAX_KEPT = 64
+MAX_KEPT_BYTES = 128 << 20
 SHARE = 4
 """A volunteer has one in `SHARE` of the transfers at most."""
 MAX_CHECKS = 4
@@ -104,7 +106,7 @@ class CoordinatorServer:
         self._loading = asyncio.Lock()
         self._packed: dict[int, memoryview] = {}
         self._packing = asyncio.Lock()
-        self._most_kept = max(1, KEPT_BYTES // self._schema.size_bytes)
+        self._most_kept = max(1, min(MAX_KEPT, MAX_KEPT_BYTES // self._schema.size_bytes))
         self._checking = asyncio.Semaphore(MAX_CHECKS)
         self._page = status_page(status)
         self._runner: web.AppRunner | None = None
