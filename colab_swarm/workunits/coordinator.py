@@ -289,7 +289,8 @@ class Coordinator(contextlib.AbstractContextManager["Coordinator"]):
         # those that failed wait again
         counts = dict.fromkeys(("waiting", "training", "queued", "assimilated"), 0)
         for mark in marks:
-            counts["waiting" if mark in MARKS.values() else mark] += 1
+            counted_as = "waiting" if mark in MARKS.values() else mark
+            counts[counted_as] += 1
         # copies, by accepted units
         volunteers = [replace(record) for record in state.volunteers.values()]
         volunteers.sort(key=lambda record: -record.accepted)
