@@ -289,6 +289,8 @@ class CoordinatorServer:
     async def _take(self, volunteer: str, assignment: str, data: bytes) -> None:
         """Check a result and write what follows from it; raise CallRefused if it is invalid or not wanted."""
         core = self._dispatcher
+        # it waited for its check, and may not be wanted any more
+        _raise(core.refusal(assignment, volunteer, now=time.time()))
         unit = None
         if self._job.plan.replication > 1:
             unit = core.state.replicas[assignment].given.unit
@@ -302,7 +304,6 @@ class CoordinatorServer:
         except ValueError as error:
             fault = str(error)
         async with self._log.deciding() as now:
-            # it waited for its check, and may not be wanted any more
             _raise(core.refusal(assignment, volunteer, now=now))
             entries: list[AnyEntry] = [Rejected(at=now, assignment=assignment, reason=fault)]
             if not fault:
