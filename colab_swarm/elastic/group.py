@@ -11,9 +11,9 @@ from collections.abc import AsyncIterator, Sequence
 
 from colab_swarm.averaging.assembly import Assembly
 from colab_swarm.averaging.group import GroupMember, RoundRefused
-from colab_swarm.elastic.steps import ElasticSettings, Piece, PieceExchange
+from colab_swarm.elastic.steps import ElasticSettings, ElasticSteps, Piece
 from colab_swarm.errors import PeerError, StateError, require
-from colab_swarm.events import EventLog
+from colab_swarm.events import EventLog, PeerLeft
 from colab_swarm.net.node import Node
 from colab_swarm.net.peers import Buffer, Message, PeerId, Refusal, Role, Stream, end_tasks, short
 from colab_swarm.runtime import loop_now, wait_until
@@ -34,21 +34,25 @@ class ElasticLink(Message, frozen=True):
     members: tuple[PeerId, ...]
 
 
-class PeerExchange(PieceExchange):
-    """This peer's streams to the other members; ``opening`` names the group on the wire."""
+class PeerExchange:
+    """This peer's streams to the other members, on the runtime's loop; ``opening`` names the group on the wire."""
+
+    steps: ElasticSteps
 
     def __init__(
         self, peers: Node, events: EventLog, prefix: str, members: Sequence[GroupMember], *, timeout_s: float
     ) -> None:
         self.opening = ElasticLink(prefix, tuple(member.id for member in members))
-        me = self.opening.members.index(peers.id)
-        super().__init__(events, me, [member.id.hex() for member in members])
+        self.me = self.opening.members.index(peers.id)
+        self.members = len(members)
+        self.lost: dict[int, str] = {}  # members, with reasons
+        self._events = events
         self._peers = peers
         self._timeout_s = timeout_s
         self._dialled = [bool(member.addresses) for member in members]
         self._begun = asyncio.Event()
         self._all_ready = asyncio.Event()
-        self._unready = {index for index in range(len(members)) if index != me}
+        self._unready = {index for index in range(len(members)) if index != self.me}
         self._queues: dict[int, asyncio.Queue[tuple[Piece, Buffer] | None]] = {}
         for index in self._unready:
             self._queues[index] = asyncio.Queue()
@@ -56,6 +60,10 @@ class PeerExchange(PieceExchange):
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def begin(self) -> None:
+        """Report buckets and losses to ``steps`` from now on; return when all members are ready to receive.
+
+        Raises `StateError` if a member was lost meanwhile.
+        """
         self._begun.set()
         for index in filter(self._opens, self._queues):
             self._tasks.add(asyncio.create_task(self._dial(index), name=f"elastic link {index}"))
@@ -129,12 +137,17 @@ class PeerExchange(PieceExchange):
             self.lose(index, str(error))
 
     def send(self, piece: Piece, payload: Buffer) -> None:
+        """Queue a bucket for all other members. The payload must not change any more."""
         for index, queue in self._queues.items():
             if index not in self.lost:
                 queue.put_nowait((piece, payload))
 
     def lose(self, index: int, reason: str) -> None:
-        super().lose(index, reason)
+        """Exchange nothing more with a member that left, was lost or was not honest."""
+        if index not in self.lost:
+            self.lost[index] = reason
+            self._events.emit(PeerLeft(loop_now(), self.opening.members[index].hex(), reason))
+            self.steps.on_lost(index, reason)
         if index in self._streams:
             self._streams[index].reset(reason)
         self._on_settled(index)
@@ -145,6 +158,7 @@ class PeerExchange(PieceExchange):
             self._all_ready.set()
 
     async def close(self) -> None:
+        """Send what is queued, and leave. Idempotent."""
         for queue in self._queues.values():
             queue.put_nowait(None)
         if self._tasks:
@@ -152,6 +166,7 @@ class PeerExchange(PieceExchange):
         self.kill()
 
     def kill(self) -> None:
+        """End without a goodbye, as a crash would."""
         for task in self._tasks:
             task.cancel()
 
@@ -160,7 +175,11 @@ class PeerExchange(PieceExchange):
 async def enter_group(
     services: PeerServices, settings: ElasticSettings, terms: str, replica: Replica
 ) -> AsyncIterator[PeerExchange]:
-    """With ``services`` bound, an `EnterGroup`. Its services run until all members are ready."""
+    """Find the other members, load the first one's state into the replica, and give an exchange.
+
+    Its services run until the end of the block, when all members are ready. Raises `StateError` if the group is not
+    formed, `ValueError` if another peer has other ``terms``.
+    """
     router = services.router
     prefix = settings.prefix
     count = settings.peers

@@ -176,7 +176,15 @@ class GradientLedger:
 
     def _jointly(self, arrived: dict[int, dict[int, Floats]]) -> list[Floats]:
         """Return the update of a parallel step (equation 11)."""
-        gradients = [self._sum(bucket, arrived) for bucket in range(len(self._sizes))]
+        gradients = []
+        for bucket, size in enumerate(self._sizes):
+            total = np.zeros(size, np.float32)
+            for peer in range(self._peers):
+                if bucket in arrived[peer]:
+                    total += arrived[peer][bucket]
+                elif self._scheduler.stand_in and peer not in self.lost:
+                    total += arrived[self._me][bucket]
+            gradients.append(total / np.float32(self._peers))
         for late in self.late:
             gradients[late.bucket] += late.change / np.float32(self._peers)
         return gradients
@@ -193,16 +201,6 @@ class GradientLedger:
         return [
             [parts[key].get(bucket, zero) for bucket, zero in enumerate(nothing)] for key in sorted(parts)
         ]
-
-    def _sum(self, bucket: int, arrived: dict[int, dict[int, Floats]]) -> Floats:
-        total = np.zeros(self._sizes[bucket], np.float32)
-        for peer in range(self._peers):
-            if bucket in arrived[peer]:
-                total += arrived[peer][bucket]
-            elif self._scheduler.stand_in and peer not in self.lost:
-                total += arrived[self._me][bucket]
-        total /= np.float32(self._peers)
-        return total
 
     @property
     def missing(self) -> frozenset[Missing]:
@@ -324,16 +322,15 @@ class Meter:
         self._views = [view for view in self._views if view.missing]
         distances = []
         for view in known:
-            distances.append(math.sqrt(view.arrived.squared_norm()) / self._divisor + view.residual)
-        for distance in distances:
+            distance = math.sqrt(view.arrived.squared_norm()) / self._divisor + view.residual
+            distances.append(distance)
             self._measured.add(distance**2)
-        self._count_norms(closed.step - len(self._views))
-        return distances
-
-    def _count_norms(self, last: int) -> None:
+        # M is of the same steps as the distances
+        last = closed.step - len(self._views)
         for step in sorted(step for step in self._totals if step <= last):
             for peer, total in self._totals.pop(step).items():
                 self._norms[peer].add(total)
+        return distances
 
     def _add_to_sums(self, closed: Closed) -> None:
         for peer_buckets in closed.arrived.values():

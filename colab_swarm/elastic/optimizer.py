@@ -5,39 +5,32 @@ import math
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager
 from itertools import accumulate, chain
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 import torch
 from torch.optim import Optimizer
 
 from colab_swarm.averaging.group import chunk_values
-from colab_swarm.elastic.ledger import Meter
+from colab_swarm.elastic.group import enter_group
 from colab_swarm.elastic.steps import (
     ElasticSettings,
     ElasticSnapshot,
     ElasticStep,
     ElasticSteps,
     Piece,
-    PieceExchange,
 )
 from colab_swarm.errors import NoGradientError, StateError, require
-from colab_swarm.events import BatchDropped, EventLog
+from colab_swarm.events import BatchDropped
 from colab_swarm.runtime import Runner, uninterrupted
 from colab_swarm.tensors.codecs import BLOCK_VALUES, ErrorFeedback, Floats, codec_of
 from colab_swarm.training.agreement import agreement_of
 from colab_swarm.training.flat import reals
 from colab_swarm.training.records import Rates
 from colab_swarm.training.replica import Replica, UpdateRule, WrappedOptimizer
-from colab_swarm.training.settings import TrainingSettings
+from colab_swarm.training.settings import PeerServices, TrainingSettings
 
-EnterGroup: TypeAlias = Callable[[ElasticSettings, str, Replica], AbstractAsyncContextManager[PieceExchange]]
-"""Finds the other members, loads the first one's state into the replica, and gives an exchange.
-
-Raises StateError if the group is not formed, ValueError if another peer has other terms (a text).
-"""
 FEWEST = 4  # fewest buckets of a model that is not tiny, so that most are sent before backward ends
 
 
@@ -166,15 +159,12 @@ class ElasticOptimizer(WrappedOptimizer):
         runtime: Runner,
         optimizer: Optimizer,
         settings: ElasticSettings,
-        enter: EnterGroup,
-        events: EventLog,
-        pace: Callable[[float], float] | None = None,
+        services: PeerServices,
     ) -> None:
-        """Use `Swarm.elastic_optimizer` or `group_optimizer`."""
+        """Use `Swarm.elastic_optimizer`."""
         self._runtime = runtime
         self._settings = settings
-        self._events = events
-        self._pace = pace
+        self._services = services
         self._closed = False
         self._replica = Replica(UpdateRule(optimizer))
         super().__init__(optimizer, optimizer)
@@ -188,12 +178,12 @@ class ElasticOptimizer(WrappedOptimizer):
         self._step = 0
         self._history = deque[ElasticStep](maxlen=500)
         try:
-            runtime.call(self._enter(enter))
+            runtime.call(self._enter())
         except BaseException:  # an interrupt included: the hooks must not stay
             self._buckets.close()
             raise
 
-    async def _enter(self, enter: EnterGroup) -> None:
+    async def _enter(self) -> None:
         self._loop = asyncio.get_running_loop()
         sizes = self._buckets.sizes
         settings = self._settings
@@ -202,7 +192,7 @@ class ElasticOptimizer(WrappedOptimizer):
             f"error_feedback={settings.error_feedback}, {sum(sizes)} values in {len(sizes)} buckets, "
             f"model {self._replica.schema.hex()[:8]}, {self._optimizer_terms()}"
         )
-        async with enter(settings, terms, self._replica) as exchange:
+        async with enter_group(self._services, settings, terms, self._replica) as exchange:
             self._exchange = exchange
             self._steps = ElasticSteps(exchange, settings, sizes)
             try:
@@ -223,10 +213,6 @@ class ElasticOptimizer(WrappedOptimizer):
     @property
     def member(self) -> int:
         return self._exchange.me
-
-    @property
-    def meter(self) -> Meter:
-        return self._steps.meter
 
     def snapshot(self) -> ElasticSnapshot:
         scheduler = repr(self._settings.scheduler)
@@ -257,7 +243,8 @@ class ElasticOptimizer(WrappedOptimizer):
         if self._steps.finished is None:
             self._buckets.check()
             self._buckets.check_unchanged()
-            self._runtime.call(self._steps.finish(self._pace(samples) if self._pace else 0.0))
+            pace = self._services.pace
+            self._runtime.call(self._steps.finish(pace(samples) if pace else 0.0))
         return uninterrupted(self._apply)
 
     def _apply(self) -> ElasticStep:
@@ -297,7 +284,7 @@ class ElasticOptimizer(WrappedOptimizer):
         squares = _squares(values)
         if not math.isfinite(squares):
             reason = f"bucket {bucket} of step {self._step} was not finite (NaN or Inf) and counts as zero"
-            self._events.emit(BatchDropped(self._loop.time(), reason))
+            self._services.events.emit(BatchDropped(self._loop.time(), reason))
             values = np.zeros_like(values)
             squares = 0.0
         residual_squares = 0.0

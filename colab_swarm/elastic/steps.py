@@ -6,24 +6,25 @@ The exchange reports on the runtime's loop; the optimizer hands over and waits o
 import asyncio
 import logging
 import sys
-from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 
 from colab_swarm.elastic.ledger import Closed, GradientLedger, Meter
 from colab_swarm.elastic.schedulers import AdaptiveBeta, Scheduler, Synchronous
 from colab_swarm.errors import MismatchError, require
-from colab_swarm.events import EventLog, PeerLeft
 from colab_swarm.net.peers import Buffer, Message
-from colab_swarm.runtime import loop_now, wait_until
+from colab_swarm.runtime import wait_until
 from colab_swarm.tensors.codecs import Floats, all_finite, codec_of
 from colab_swarm.training.comparison import equal_rates
 from colab_swarm.training.records import Rates
 
+if TYPE_CHECKING:
+    from colab_swarm.elastic.group import PeerExchange
+
+logger = logging.getLogger(__name__)
 MAX_PEERS = 16
 
 
@@ -101,50 +102,8 @@ class Piece(Message, frozen=True):
     rates: Rates = ()  # with the first bucket: the sender's learning rates, highest first
 
 
-logger = logging.getLogger(__name__)
-
-
-class PieceExchange(ABC):
-    """One member's connections to the others, on the runtime's loop; ``names`` are all members'."""
-
-    steps: "ElasticSteps"
-
-    def __init__(self, events: EventLog, me: int, names: Sequence[str]) -> None:
-        self._events = events
-        self.me = me
-        self._names = names
-        self.members = len(names)
-        self.lost: dict[int, str] = {}  # members, with reasons
-
-    @abstractmethod
-    async def begin(self) -> None:
-        """Report buckets and losses to ``steps`` from now on; return when all members are ready to receive.
-
-        Raises `StateError` if a member was lost meanwhile.
-        """
-
-    @abstractmethod
-    def send(self, piece: Piece, payload: Buffer) -> None:
-        """Queue a bucket for all other members. The payload must not change any more."""
-
-    def lose(self, index: int, reason: str) -> None:
-        """Exchange nothing more with a member that left, was lost or was not honest."""
-        if index not in self.lost:
-            self.lost[index] = reason
-            self._events.emit(PeerLeft(loop_now(), self._names[index], reason))
-            self.steps.on_lost(index, reason)
-
-    @abstractmethod
-    async def close(self) -> None:
-        """Send what is queued, and leave. Idempotent."""
-
-    @abstractmethod
-    def kill(self) -> None:
-        """End without a goodbye, as a crash would."""
-
-
 class ElasticSteps:
-    def __init__(self, exchange: PieceExchange, settings: ElasticSettings, sizes: list[int]) -> None:
+    def __init__(self, exchange: "PeerExchange", settings: ElasticSettings, sizes: list[int]) -> None:
         self.ledger = GradientLedger(sizes, exchange.members, exchange.me, settings.scheduler)
         single = exchange.me if settings.scheduler.single_steps else None
         self.meter = Meter(len(sizes), exchange.members, single)

@@ -312,7 +312,6 @@ class Swarm(contextlib.AbstractContextManager["Swarm"]):
         from the first member's parameters. ``options``: see `ElasticSettings`; a ValueError if one
         is not usable or differs from the others', a StateError if the group did not form.
         """
-        from colab_swarm.elastic.group import enter_group
         from colab_swarm.elastic.optimizer import ElasticOptimizer
 
         self._check(worker=True)
@@ -320,8 +319,7 @@ class Swarm(contextlib.AbstractContextManager["Swarm"]):
         settings = settings_for(self.elastic_optimizer, ElasticSettings, prefix, peers, **options)
         if name in self.elastic:
             self.elastic.pop(name).close()
-        enter = partial(enter_group, self.services)
-        trained = ElasticOptimizer(self.runtime, optimizer, settings, enter, self.events, self.services.pace)
+        trained = ElasticOptimizer(self.runtime, optimizer, settings, self.services)
         self.elastic[name] = trained
         return trained
 

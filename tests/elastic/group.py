@@ -1,11 +1,9 @@
 """A simulated group that trains the toy model of `tests.training.toy`, and one process as reference."""
 
-from functools import partial
 from typing import Any
 
 import torch
 
-from colab_swarm.elastic.group import enter_group
 from colab_swarm.elastic.optimizer import ElasticOptimizer
 from colab_swarm.elastic.steps import ElasticSettings, ElasticStep
 from colab_swarm.swarm.swarm import Swarm
@@ -15,10 +13,9 @@ LR = 0.05
 
 
 def join_group(swarm: Swarm, net: torch.nn.Module, peers: int, **options: Any) -> ElasticOptimizer:
-    services, enter = swarm.services, partial(enter_group, swarm.services)
     settings = ElasticSettings(f"{swarm.run_id}/elastic/model", peers, **options)
     sgd = torch.optim.SGD(net.parameters(), lr=LR, momentum=0.9)
-    return ElasticOptimizer(swarm.runtime, sgd, settings, enter, services.events, services.pace)
+    return ElasticOptimizer(swarm.runtime, sgd, settings, swarm.services)
 
 
 def take(optimizer: ElasticOptimizer, net: torch.nn.Module, step: int, peers: int = 2) -> ElasticStep:
