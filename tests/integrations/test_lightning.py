@@ -184,10 +184,6 @@ class Regression(Model):
         return loss
 
 
-def rows_of(count: int) -> torch.Tensor:
-    return torch.randn(count, 8, generator=torch.Generator().manual_seed(3))
-
-
 @pytest.mark.parametrize(
     ("rows", "batch_size", "accumulated"),
     [(40, 8, 1), (40, 8, 4), (20, 8, 2), (21, 4, 3)],
@@ -196,7 +192,7 @@ def rows_of(count: int) -> torch.Tensor:
 def test_a_step_is_the_mean_over_its_rows_however_they_were_accumulated(
     rows: int, batch_size: int, accumulated: int
 ) -> None:
-    x_BI = rows_of(rows)
+    x_BI = torch.randn(rows, 8, generator=torch.Generator().manual_seed(3))
 
     def train(swarm: Swarm) -> tuple[torch.Tensor, float | None]:
         model = Regression(swarm, rows)
@@ -204,22 +200,18 @@ def test_a_step_is_the_mean_over_its_rows_however_they_were_accumulated(
         fit(model, 1, data, accumulate_grad_batches=accumulated)
         return model.net.weight.detach().clone(), swarm.events.recent(StepFinished)[-1].loss
 
-    def alone_with_all(swarm: Swarm) -> torch.Tensor:
-        model = Regression(swarm, rows)
-        model.net(x_BI).square().mean().backward()
-        return (model.net.weight - 0.1 * model.net.weight.grad).detach()  # type: ignore[operator]
-
     weight, loss = alone(train)
-    torch.testing.assert_close(weight, alone(alone_with_all), rtol=0, atol=1e-5)
     torch.manual_seed(0)
-    assert loss == pytest.approx(nn.Linear(8, 2)(x_BI).square().mean().item(), rel=1e-5)
+    net = nn.Linear(8, 2)
+    expected = net(x_BI).square().mean()
+    expected.backward()
+    torch.testing.assert_close(weight, net.weight - 0.1 * net.weight.grad, rtol=0, atol=1e-5)
+    assert loss == pytest.approx(expected.item(), rel=1e-5)
 
 
 def test_manual_optimisation_counts_the_batches_since_the_last_step() -> None:
     def train(swarm: Swarm) -> list[float]:
-        model = Regression(swarm, 16, automatic=False)
-        data = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(rows_of(16)), 4)
-        fit(model, 2, data)
+        fit(Regression(swarm, 16, automatic=False), 2, loaders())
         return [step.samples for step in swarm.events.recent(StepFinished)]
 
     assert alone(train) == [16, 16]

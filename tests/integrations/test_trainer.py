@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -31,6 +32,7 @@ from colab_swarm.integrations.trackers import track
 from colab_swarm.integrations.transformers import attach
 from colab_swarm.swarm.swarm import Swarm
 from tests.integrations.peer import language_model, padded, texts
+from tests.training.toy import alone
 
 TARGET = 12
 
@@ -43,11 +45,6 @@ def trainer_of(folder: Path, model: Any = None, **options: Any) -> Trainer:
     return Trainer(model or language_model(), arguments, train_dataset=texts("alice"), data_collator=padded)
 
 
-def alone(train: Any) -> Any:
-    with cs.simulate(1) as simulation:
-        return simulation.run(train)["alice"]
-
-
 def test_the_package_imports_no_framework() -> None:
     frameworks = ("torch", "transformers", "accelerate", "peft", "trl", "lightning", "datasets")
     code = (
@@ -57,56 +54,94 @@ def test_the_package_imports_no_framework() -> None:
     assert found.stdout == "\n"
 
 
-def test_arguments_of_another_type_are_named_with_the_right_call(tmp_path: Path) -> None:
+def test_arguments_of_another_type_or_that_would_end_early_are_refused_with_the_right_call(
+    tmp_path: Path,
+) -> None:
     def train(swarm: Swarm) -> None:
-        trainer: Any = trainer_of(tmp_path)
-        with pytest.raises(
-            TypeError, match=r"Swarm is no Trainer of transformers: call attach\(trainer, swarm"
+        trainer: Any = trainer_of(tmp_path, max_steps=49)
+        call = r"call attach\(trainer, swarm"
+        for given, target, steps, kind, told in (
+            ((swarm, trainer), TARGET, 3, TypeError, f"Swarm is no Trainer of transformers: {call}"),
+            ((trainer, trainer), TARGET, 3, TypeError, "Trainer is no swarm, as cs.create"),
+            ((trainer, swarm), TARGET, None, TypeError, "max_steps=None: pass the swarm's last step"),
+            ((trainer_of(tmp_path), swarm), None, 3, ValueError, "target_batch_size=None: pass the samples"),
+            ((trainer, swarm), TARGET, 50, ValueError, "of this peer alone, .* before the swarm's step 50"),
         ):
-            attach(swarm, trainer, target_batch_size=TARGET, max_steps=3)  # type: ignore[arg-type]
-        with pytest.raises(TypeError, match=r"Trainer is no swarm, as cs.create"):
-            attach(trainer, trainer, target_batch_size=TARGET, max_steps=3)
-        with pytest.raises(TypeError, match="max_steps=None: pass the swarm's last step"):
-            attach(trainer, swarm, target_batch_size=TARGET, max_steps=None)  # type: ignore[arg-type]
-        with pytest.raises(ValueError, match="target_batch_size=None: pass the samples"):
-            attach(trainer, swarm, target_batch_size=None, max_steps=3)  # type: ignore[arg-type]
+            with pytest.raises(kind, match=told):
+                attach(*given, target_batch_size=target, max_steps=steps)
+        assert not swarm.optimizers and trainer.args.max_steps == 49
 
     alone(train)
 
 
-def test_it_ends_logs_and_saves_by_the_swarms_steps(tmp_path: Path) -> None:
-    def train(swarm: Swarm) -> Trainer:
-        trainer = trainer_of(tmp_path, save_strategy="steps", save_steps=3, logging_steps=2)
-        attach(trainer, swarm, target_batch_size=TARGET, max_steps=6)
+def test_it_ends_logs_and_saves_by_the_swarms_steps_and_a_resumed_one_continues_with_its_parameters(
+    tmp_path: Path,
+) -> None:
+    def begin(swarm: Swarm) -> tuple[Trainer, bytes]:
+        trainer = trainer_of(tmp_path, save_strategy="steps", save_steps=2, logging_steps=2)
+        optimizer = attach(trainer, swarm, target_batch_size=TARGET, max_steps=4)
         output = trainer.train()
-        assert output.global_step == 6 and output.training_loss == output.metrics["train_loss"]
-        return trainer
+        assert output.global_step == 4 and output.training_loss == output.metrics["train_loss"]
+        return trainer, optimizer.lineage
 
-    trainer = alone(train)
+    def again(swarm: Swarm) -> tuple[list[Any], list[int]]:
+        trainer = trainer_of(tmp_path, save_strategy="steps", save_steps=100)
+        optimizer = attach(trainer, swarm, target_batch_size=TARGET, max_steps=6)
+        first: list[Any] = []
+
+        class Look(TrainerCallback):
+            def on_train_begin(self, *_: Any, **__: Any) -> None:
+                parameters = {key: value.clone() for key, value in trainer.model.state_dict().items()}
+                inner = optimizer.rule.optimizer.state_dict()["state"][0]["step"].item()
+                first.extend((optimizer.lineage, inner, parameters))
+
+        trainer.add_callback(Look())
+        trainer.train(resume_from_checkpoint=True)
+        return first, [log["step"] for log in trainer.state.log_history if "loss" in log]
+
+    trainer, lineage = alone(begin)
     logs = [log for log in trainer.state.log_history if "loss" in log]
-    assert [log["step"] for log in logs] == [2, 4, 6] == [log["swarm_step"] for log in logs]
-    assert {path.name for path in tmp_path.iterdir()} == {"checkpoint-3", "checkpoint-6"}
-    assert trainer.state.num_train_epochs == 1  # 72 of 200 samples
-    assert [round(log["learning_rate"], 6) for log in logs] == [
-        round(1e-2 * (1 - n / 6), 6) for n in (2, 4, 6)
-    ]
+    assert [log["step"] for log in logs] == [2, 4] == [log["swarm_step"] for log in logs]
+    assert {path.name for path in tmp_path.iterdir()} == {"checkpoint-2", "checkpoint-4"}
+    assert trainer.state.num_train_epochs == 1  # 48 of 200 samples
+    assert [log["learning_rate"] for log in logs] == pytest.approx([0.5e-2, 0.0])
+    (resumed, inner, loaded), steps = alone(again)
+    torch.testing.assert_close(loaded, dict(trainer.model.state_dict()), rtol=0, atol=0)
+    assert resumed == lineage and inner == 4.0
+    assert steps == [2, 4, 5, 6]  # the first two are of the log that was saved
 
 
-def test_a_training_that_is_over_says_so_and_one_without_its_optimizer_raises(
+def test_a_training_that_was_interrupted_continues_and_one_that_is_over_or_was_replaced_says_so(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    interrupted: list[int] = []
+
+    class Interrupt(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            if state.global_step == 2 and not interrupted:
+                interrupted.append(state.global_step)
+                raise KeyboardInterrupt
+
     def train(swarm: Swarm) -> None:
         trainer = trainer_of(tmp_path)
-        optimizer = attach(trainer, swarm, target_batch_size=TARGET, max_steps=2)
+        optimizer = attach(trainer, swarm, target_batch_size=TARGET, max_steps=4)
+        trainer.add_callback(Interrupt())
+        with pytest.raises(KeyboardInterrupt):
+            trainer.train()
+        assert optimizer.global_step == 2 and interrupted == [2]
+        assert attach(trainer, swarm, target_batch_size=TARGET, max_steps=4) is optimizer
         trainer.train()
         assert "raise max_steps" not in capsys.readouterr().out
         trainer.train()
-        assert "step 2 of 2 is done: raise max_steps" in capsys.readouterr().out
-        attach(trainer_of(tmp_path), swarm, target_batch_size=TARGET, max_steps=9)  # the cell again
-        with pytest.raises(RuntimeError, match="use what that returned"):
-            trainer.train()
-        with pytest.raises(RuntimeError, match="use what that returned"):
-            optimizer.step(samples=4, weight=4)
+        assert "step 4 of 4 is done: raise max_steps" in capsys.readouterr().out
+        again = trainer_of(tmp_path)  # the whole cell again
+        continued = attach(again, swarm, target_batch_size=TARGET, max_steps=6)
+        assert continued.global_step == 4
+        for use in (trainer.train, partial(optimizer.step, samples=4, weight=4)):
+            with pytest.raises(RuntimeError, match="use what that returned"):
+                use()
+        again.train()
+        assert continued.global_step == 6
 
     alone(train)
 
@@ -138,81 +173,6 @@ def test_a_batch_that_nobody_can_count_asks_for_batch_size(tmp_path: Path) -> No
         return samples_of_steps(swarm)
 
     assert alone(train) == [TARGET]
-
-
-def test_a_resumed_training_continues_at_its_step_with_its_parameters(tmp_path: Path) -> None:
-    def begin(swarm: Swarm) -> tuple[bytes, dict[str, torch.Tensor]]:
-        trainer = trainer_of(tmp_path, save_strategy="steps", save_steps=4)
-        optimizer = attach(trainer, swarm, target_batch_size=TARGET, max_steps=4)
-        trainer.train()
-        return optimizer.lineage, {k: v.clone() for k, v in trainer.model.state_dict().items()}
-
-    def again(swarm: Swarm) -> tuple[bytes, dict[str, torch.Tensor], list[int], float]:
-        trainer = trainer_of(tmp_path, save_strategy="steps", save_steps=100)
-        optimizer = attach(trainer, swarm, target_batch_size=TARGET, max_steps=6)
-        first: list[Any] = []
-
-        class Look(TrainerCallback):
-            def on_train_begin(self, *_: Any, **__: Any) -> None:
-                parameters = {k: v.clone() for k, v in trainer.model.state_dict().items()}
-                inner = optimizer.rule.optimizer.state_dict()["state"][0]["step"].item()
-                first.extend((optimizer.lineage, parameters, inner))
-
-        trainer.add_callback(Look())
-        trainer.train(resume_from_checkpoint=True)
-        steps = [log["step"] for log in trainer.state.log_history if "loss" in log]
-        return first[0], first[1], steps, first[2]
-
-    lineage, parameters = alone(begin)
-    resumed, loaded, steps, inner = alone(again)
-    assert resumed == lineage and all(torch.equal(loaded[key], parameters[key]) for key in parameters)
-    assert steps == [1, 2, 3, 4, 5, 6] and inner == 4.0  # the first four are of the log that was saved
-
-
-def test_a_training_that_was_interrupted_continues_in_the_same_cell_and_in_a_new_one(tmp_path: Path) -> None:
-    class Interrupt(TrainerCallback):
-        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            if state.global_step == 2 and not interrupted:
-                interrupted.append(state.global_step)
-                raise KeyboardInterrupt
-
-    interrupted: list[int] = []
-
-    def train(swarm: Swarm) -> tuple[int, int, int]:
-        trainer = trainer_of(tmp_path)
-        optimizer = attach(trainer, swarm, target_batch_size=TARGET, max_steps=4)
-        trainer.add_callback(Interrupt())
-        with pytest.raises(KeyboardInterrupt):
-            trainer.train()
-        at = optimizer.global_step
-        assert attach(trainer, swarm, target_batch_size=TARGET, max_steps=4) is optimizer
-        trainer.train()
-        again = trainer_of(tmp_path)  # the whole cell again
-        continued = attach(again, swarm, target_batch_size=TARGET, max_steps=6)
-        began = continued.global_step
-        again.train()
-        return at, began, continued.global_step
-
-    assert alone(train) == (2, 4, 6) and interrupted == [2]
-
-
-@pytest.mark.parametrize(
-    ("options", "told"),
-    [
-        ({"max_steps": 3}, "counts steps of this peer alone"),
-        ({"deepspeed": None, "max_steps": 49}, "step 50"),
-    ],
-)
-def test_a_trainer_that_would_end_early_is_refused(
-    tmp_path: Path, options: dict[str, Any], told: str
-) -> None:
-    def train(swarm: Swarm) -> None:
-        trainer = trainer_of(tmp_path, **options)
-        with pytest.raises(ValueError, match=told):
-            attach(trainer, swarm, target_batch_size=TARGET, max_steps=50)
-        assert not swarm.optimizers and trainer.args.max_steps == options["max_steps"]
-
-    alone(train)
 
 
 def test_a_plateau_of_the_trainers_is_refused_and_one_of_the_swarms_goes_by_its_loss(tmp_path: Path) -> None:
@@ -255,21 +215,10 @@ def test_a_loss_that_is_not_finite_counts_nothing(tmp_path: Path) -> None:
 
 
 def test_any_tracker_gets_the_swarms_metrics(tmp_path: Path) -> None:
-    class Writer:
-        def __init__(self) -> None:
-            self.rows: list[tuple[str, float, int]] = []
-
-        def add_scalar(self, name: str, value: float, step: int) -> None:
-            self.rows.append((name, value, step))
-
-    class Run:
-        def __init__(self) -> None:
-            self.rows: list[tuple[dict[str, float], int]] = []
-
-        def log(self, metrics: dict[str, float], *, step: int) -> None:
-            self.rows.append((metrics, step))
-
-    writer, run = Writer(), Run()
+    rows: list[tuple[str, float, int]] = []
+    logged: list[tuple[dict[str, float], int]] = []
+    writer = SimpleNamespace(add_scalar=lambda *row: rows.append(row))
+    run = SimpleNamespace(log=lambda metrics, step: logged.append((metrics, step)))
 
     def train(swarm: Swarm) -> None:
         with pytest.raises(TypeError, match="neither add_scalar nor log"):
@@ -284,8 +233,8 @@ def test_any_tracker_gets_the_swarms_metrics(tmp_path: Path) -> None:
         trainer.train()
 
     alone(train)
-    assert [step for _, step in run.rows] == [1, 2] and run.rows[1][0]["swarm_samples"] == TARGET
-    assert {"loss", "swarm_peers", "swarm_samples_per_s"} < {name for name, _, _ in writer.rows}
+    assert [step for _, step in logged] == [1, 2] and logged[1][0]["swarm_samples"] == TARGET
+    assert {"loss", "swarm_peers", "swarm_samples_per_s"} < {name for name, _, _ in rows}
 
 
 def samples_of_steps(swarm: Swarm) -> list[float]:

@@ -2,33 +2,31 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from colab_swarm.errors import CallRefused, ExpertError
-from colab_swarm.events import EventLog
+from colab_swarm.errors import CallRefused, ExpertError, PeerError
+from colab_swarm.events import EventLog, Notice
 from colab_swarm.moe import calls as expert_calls
 from colab_swarm.moe.batching import PART_BYTES, spans
 from colab_swarm.moe.blocks import FeedForward
-from colab_swarm.moe.expert import Expert, ExpertRule
+from colab_swarm.moe.expert import BatchLimits, Expert
 from colab_swarm.moe.grid import ExpertInfo
-from colab_swarm.net.peers import Contact, Message, Stream
+from colab_swarm.net.peers import Contact, Message, Stream, short
 from colab_swarm.runtime import loop_now
 from colab_swarm.sim import LAN, SimNetwork, SimPeers
 from colab_swarm.tensors.codecs import CODECS, codec_of
 from tests.moe.local import calls_of
-from tests.moe.test_batching import check_batching
+from tests.moe.test_batching import RULE, check_batching
 from tests.net.swarm import peers
 
-RULE = ExpertRule(partial(torch.optim.SGD, lr=0.1))
 INPUTS = np.arange(12, dtype=np.float32).reshape(3, 4)
-Answering = Callable[[expert_calls.ForwardExpert, Stream], Awaitable[None]]
 
 
 def info(host: Contact) -> ExpertInfo:
@@ -41,9 +39,12 @@ def pair() -> tuple[SimNetwork, SimPeers, SimPeers]:
 
 
 @contextlib.asynccontextmanager
-async def hosted(bob: SimPeers) -> AsyncIterator[tuple[expert_calls.ExpertServer, Expert]]:
+async def hosted(
+    bob: SimPeers, events: EventLog | None = None, limits: BatchLimits | None = None
+) -> AsyncIterator[tuple[expert_calls.ExpertServer, Expert]]:
     """An expert that bob hosts."""
-    server, expert = expert_calls.ExpertServer(bob, EventLog()), Expert("ffn.0", FeedForward(4), RULE, (4,))
+    server = expert_calls.ExpertServer(bob, events or EventLog(), limits)
+    expert = Expert("ffn.0", FeedForward(4), RULE, (4,))
     server.add(expert)
     yield server, expert
     await server.close()
@@ -53,70 +54,61 @@ class Other(Message, frozen=True):
     text: str
 
 
-async def truncates(opening: expert_calls.ForwardExpert, stream: Stream) -> None:
+async def answer(what: Any, opening: expert_calls.ForwardExpert, stream: Stream) -> None:
+    """Answer with bytes, a message or an error; else with nothing."""
     await stream.receive(expert_calls.Part)
+    if isinstance(what, bytes):
+        await stream.send(expert_calls.Part(), what)
+    elif isinstance(what, Message):
+        await stream.send(what)
+    elif isinstance(what, PeerError):
+        stream.reset(str(what))
+    elif what is not None:
+        raise what
 
 
-async def breaks_off(opening: expert_calls.ForwardExpert, stream: Stream) -> None:
-    await stream.receive(expert_calls.Part)
-    stream.reset("no more")
+FAULTY: list[tuple[Any, str]] = [
+    (None, "sent 0 of 12 values"),
+    (PeerError("no more"), "no more"),
+    (bytes(44), "44 encoded bytes, 48 expected"),
+    (np.full(12, np.nan, np.float32).tobytes(), "not finite"),
+    (np.full(12, 1e30, np.float32).tobytes(), "norm inf, the limit is 2.6e"),
+    (np.full(12, 1e5, np.float32).tobytes(), "norm 3.46e.05, the limit is 2.6e"),
+    (Other("not a part"), "not a valid Part"),
+    (ZeroDivisionError("a bug"), "ZeroDivisionError: a bug"),
+]
 
 
-async def gives(payload: bytes, opening: expert_calls.ForwardExpert, stream: Stream) -> None:
-    await stream.receive(expert_calls.Part)
-    await stream.send(expert_calls.Part(), payload)
-
-
-async def says(message: Message, opening: expert_calls.ForwardExpert, stream: Stream) -> None:
-    await stream.send(message)
-
-
-async def crashes(opening: expert_calls.ForwardExpert, stream: Stream) -> None:
-    raise ZeroDivisionError("a bug")
-
-
-FAULTY: dict[str, tuple[Answering, str]] = {
-    "truncated": (truncates, "sent 0 of 12 values"),
-    "reset": (breaks_off, "no more"),
-    "short": (partial(gives, bytes(44)), "44 encoded bytes, 48 expected"),
-    "not a number": (partial(gives, np.full(12, np.nan, np.float32).tobytes()), "not finite"),
-    "huge": (partial(gives, np.full(12, 1e30, np.float32).tobytes()), "norm inf, the limit is 2.6e"),
-    "large": (partial(gives, np.full(12, 1e5, np.float32).tobytes()), "norm 3.46e.05, the limit is 2.6e"),
-    "garbled": (partial(says, Other("not a part")), "not a valid Part"),
-    "crashed": (crashes, "ZeroDivisionError: a bug"),
-}
-
-
-@pytest.mark.parametrize("case", FAULTY)
 @pytest.mark.real_time
-async def test_an_unusable_answer_is_an_error_that_names_the_expert(case: str) -> None:
-    async with peers("alice", "bob") as (alice, bob):
-        answer, text = FAULTY[case]
-        bob.serve_stream(expert_calls.ForwardExpert, answer)
-        with pytest.raises(ExpertError, match=rf"expert ffn\.0 at {bob.id.hex()[:8]}: .*{text}") as caught:
-            await calls_of(alice).forward(info(bob.contact), INPUTS)
-        assert caught.value.retry_s is None
+async def test_an_unusable_answer_is_an_error_that_names_the_expert() -> None:
+    for what, text in FAULTY:
+        async with peers("alice", "bob") as (alice, bob):
+            bob.serve_stream(expert_calls.ForwardExpert, partial(answer, what))
+            with pytest.raises(
+                ExpertError, match=rf"expert ffn\.0 at {bob.id.hex()[:8]}: .*{text}"
+            ) as caught:
+                await calls_of(alice).forward(info(bob.contact), INPUTS)
+            assert caught.value.retry_s is None
 
 
-@pytest.mark.parametrize(
-    ("said", "heard"), [(0.5, 0.5), (-1.0, 0.0), (1e9, 60.0), (float("nan"), 60.0), (float("inf"), 60.0)]
-)
 @pytest.mark.real_time
-async def test_the_retry_hint_of_a_busy_host_is_bounded(said: float, heard: float) -> None:
-    async with peers("alice", "bob") as (alice, bob):
-        bob.serve_stream(expert_calls.ForwardExpert, partial(says, expert_calls.Part(busy_s=said)))
-        calls, large = calls_of(alice), np.zeros((1000, 10_000), np.float32)
-        with pytest.raises(ExpertError, match="busy") as caught:
-            await calls.attempt(expert_calls.ForwardExpert, info(bob.contact), [large])
-        assert caught.value.retry_s == heard
-        assert alice.statistics(bob.id).sent_bytes < large.nbytes / 2, "a busy answer stops the sending"
+async def test_the_retry_hint_of_a_busy_host_is_bounded() -> None:
+    large = np.zeros((1000, 10_000), np.float32)
+    for said, heard in ((0.5, 0.5), (-1.0, 0.0), (1e9, 60.0), (float("nan"), 60.0)):
+        async with peers("alice", "bob") as (alice, bob):
+            busy = expert_calls.Part(busy_s=said)
+            bob.serve_stream(expert_calls.ForwardExpert, partial(answer, busy))
+            with pytest.raises(ExpertError, match="busy") as caught:
+                await calls_of(alice).attempt(expert_calls.ForwardExpert, info(bob.contact), [large])
+            assert caught.value.retry_s == heard
+            assert alice.statistics(bob.id).sent_bytes < large.nbytes / 2, "a busy answer stops the sending"
 
 
 @pytest.mark.real_time
 async def test_a_link_that_takes_no_more_streams_is_busy_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("colab_swarm.net.mux.MAX_STREAMS", 1)
     async with peers("alice", "bob") as (alice, bob):
-        bob.serve_stream(expert_calls.ForwardExpert, truncates)
+        bob.serve_stream(expert_calls.ForwardExpert, partial(answer, None))
         first = await alice.stream(
             bob.id, expert_calls.ForwardExpert("ffn.0", 1, (4,), "float32"), timeout_s=5
         )
@@ -154,18 +146,25 @@ async def test_a_host_killed_between_forward_and_backward_is_an_error_and_comes_
         assert expert.step == 1
 
 
-async def test_a_caller_that_never_sends_its_tensors_times_out() -> None:
+async def test_calls_that_are_announced_and_never_sent_take_no_memory_and_their_callers_are_named() -> None:
     network, alice, bob = pair()
+    sybils = [network.peer(name) for name in ("carol", "dave", "erin")]
     network.introduce()
-    async with hosted(bob) as (server, _):
-        stream = await alice.stream(
-            bob.id, expert_calls.ForwardExpert("ffn.0", 4096, (4,), "float32"), timeout_s=5
-        )
-        await asyncio.sleep(59)
-        with pytest.raises(CallRefused, match="took over 60 s"):
-            await stream.receive(expert_calls.Part)
+    events, limits = EventLog(), BatchLimits(max_batch_bytes=64, max_held_bytes=64)
+    opening = expert_calls.ForwardExpert("ffn.0", 4, (4,), "float32")
+    async with hosted(bob, events, limits) as (server, _):
+        streams = [await sybil.stream(bob.id, opening, timeout_s=5) for sybil in sybils]
+        await asyncio.sleep(1)
+        check_batching(server._batching, calls=3)  # each of all the memory
+        for _ in range(20):
+            await calls_of(alice).attempt(expert_calls.ForwardExpert, info(bob.contact), [INPUTS])
+        for stream in streams:
+            with pytest.raises(CallRefused, match="took over 60 s"):
+                await stream.receive(expert_calls.Part)
         check_batching(server._batching, calls=0)
     assert loop_now() == pytest.approx(60, abs=0.1)
+    texts = [str(event) for event in events.recent(Notice)]
+    assert len(texts) == 3 and all(short(sybil.id) in "".join(texts) for sybil in sybils)
 
 
 NAMES = [*CODECS, "topk:0.0001", "topk:0.01", "topk:0.5"]

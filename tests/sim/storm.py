@@ -7,12 +7,10 @@ import asyncio
 import math
 import random
 import sys
-import time
 import traceback
-from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from multiprocessing import get_context
 from typing import Any
 
@@ -28,7 +26,6 @@ SAMPLES = 2  # in a micro-batch, which takes two seconds
 BATCHES = 2  # micro-batches of a peer in a step, if all are there
 CALM_S = 40.0  # at the end
 SLOWER = {"lan": 2000.0, "home": 50.0}  # one way takes a second or so
-SHRINK_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -214,49 +211,14 @@ def storm_of(number: int) -> Storm:
     return Storm(number, tuple(spells), peers=peers, late=rng.randint(0, 2), network=network)
 
 
-def error_of(storm: Storm) -> str:
+def report_of(number: int) -> str:
+    """Return what is wrong in a storm; empty if nothing is."""
+    storm = storm_of(number)
     try:
         assert_consistent(storm)
     except Exception:  # of any kind: the report quotes it
-        return traceback.format_exc(limit=-3)
+        return f"storm {number}, {storm}: {traceback.format_exc(limit=-3)}"
     return ""
-
-
-def simpler(storm: Storm) -> Iterator[Storm]:
-    """Yield storms without one spell, fault, late joiner or peer of this one."""
-    for index, (seconds, faults) in enumerate(storm.spells):
-        before = storm.spells[:index]
-        after = storm.spells[index + 1 :]
-        if before or after:
-            yield replace(storm, spells=(*before, *after))
-        for fault in faults if len(faults) > 1 else ():
-            left = tuple(other for other in faults if other is not fault)
-            yield replace(storm, spells=(*before, (seconds, left), *after))
-    yield replace(storm, late=max(0, storm.late - 1))
-    yield replace(storm, peers=max(3, storm.peers // 2))
-    yield replace(storm, network="lan")
-
-
-def shrink(storm: Storm) -> Storm:
-    """Return a storm that fails, none simpler of which does, as far as `SHRINK_S` lead."""
-    until = time.monotonic() + SHRINK_S
-    tried = {storm}
-    left = deque(simpler(storm))
-    while left and time.monotonic() < until:
-        candidate = left.popleft()
-        if candidate not in tried and error_of(candidate):
-            storm = candidate
-            left = deque(simpler(candidate))
-        tried.add(candidate)
-    return storm
-
-
-def report_of(number: int) -> str:
-    """Return what is wrong in a storm, and a simpler one that fails, too; empty if nothing is."""
-    error = error_of(storm_of(number))
-    if not error:
-        return ""
-    return f"storm {number}: {error}\nshrunk to {shrink(storm_of(number))}"
 
 
 def reports_of(numbers: Sequence[int]) -> list[str]:

@@ -83,7 +83,7 @@ async def test_a_partition_is_silence_and_messages_and_dials_arrive_when_it_heal
     assert 9.0 < loop_now() < 10.0
 
 
-async def test_a_long_partition_breaks_the_links_across_it_only() -> None:
+async def test_a_long_partition_or_freeze_breaks_the_links_across_it_only() -> None:
     network, alice, bob = pair()
     carol, dave = network.peer("carol"), network.peer("dave")
     carol.serve(Ask, double)
@@ -93,6 +93,13 @@ async def test_a_long_partition_breaks_the_links_across_it_only() -> None:
     network.now().partition({"alice", "carol"}, {"bob"})  # dave reaches both sides
     await asyncio.sleep(60)
     assert (alice.linked(), bob.linked()) == ({carol.id}, {dave.id})
+    network.now().heal()
+    network.now().freeze("carol", 10.0)
+    network.at(loop_now() + 5.0).freeze("carol", 60.0)  # again, and for longer
+    await asyncio.sleep(20)
+    assert alice.linked() == {carol.id}
+    await asyncio.sleep(30)
+    assert not alice.linked()
 
 
 @pytest.mark.parametrize("fault", ["freeze", "cut"])
@@ -106,17 +113,6 @@ async def test_a_frozen_or_cut_off_peer_is_silent_for_its_time_and_its_links_sta
     assert await alice.call(bob.id, Ask(2), Tell, timeout_s=60) == Tell(4)
     assert loop_now() == pytest.approx(20.9, abs=0.2) and alice.linked() == {bob.id}
     assert [one.name for one in network.fired] == [fault] and network.frozen_s("bob") == 0.0
-
-
-async def test_links_of_a_peer_that_is_frozen_for_long_break() -> None:
-    network, alice, bob = pair()
-    await alice.call(bob.id, Ask(1), Tell, timeout_s=5)
-    network.now().freeze("bob", 10.0)
-    network.at(5.0).freeze("bob", 60.0)  # again, and for longer
-    await asyncio.sleep(20)
-    assert alice.linked() == {bob.id}
-    await asyncio.sleep(30)
-    assert not alice.linked()
 
 
 @pytest.mark.parametrize(("kind", "heard"), [(Ask, [0, 1]), (Tell, [0, 1, 2])])

@@ -1,7 +1,6 @@
 """The checker finds what is wrong in histories, also of planted bugs; storms leave none that is wrong."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from itertools import count
 
 import pytest
@@ -16,7 +15,7 @@ from colab_swarm.training.link_rounds import LinkRounds
 from colab_swarm.training.records import LINEAGE_BYTES, Mean
 from colab_swarm.training.replica import Replica
 from tests.sim.histories import check
-from tests.sim.storm import Fault, Storm, assert_consistent, endure, reports_of, shrink, simpler, storm_of
+from tests.sim.storm import Fault, Storm, assert_consistent, endure, reports_of, storm_of
 
 STORM = Storm(
     seed=1,
@@ -168,16 +167,6 @@ def test_a_planted_bug_is_found(
 )
 def test_a_storm_leaves_consistent_histories(storm: Storm) -> None:
     assert_consistent(storm)
-
-
-def test_a_storm_that_fails_is_shrunk(monkeypatch: pytest.MonkeyPatch) -> None:
-    def error_of(storm: Storm) -> str:
-        return "bob" * any(fault.peer == "bob" for _, faults in storm.spells for fault in faults)
-
-    monkeypatch.setattr("tests.sim.storm.error_of", error_of)
-    large = Storm(1, (*STORM.spells, (24.0, (Fault("slow", "bob"), Fault("kill", "dave")))), late=2)
-    assert shrink(large) == Storm(1, ((24.0, (Fault("slow", "bob"),)),), peers=3)
-    assert large in simpler(replace(large, late=3)) and not error_of(replace(large, spells=STORM.spells[1:]))
 
 
 @pytest.mark.slow
