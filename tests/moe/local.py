@@ -4,16 +4,17 @@ import asyncio
 import threading
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, TypeVar, cast
 
-import numpy as np
 import torch
 from torch import nn
 
 from colab_swarm.errors import ExpertError, NoExpertsError
 from colab_swarm.moe.calls import BackwardExpert, ExpertCalls, ForwardExpert
 from colab_swarm.moe.directory import Directory
+from colab_swarm.moe.expert import Expert, ExpertRule
 from colab_swarm.moe.grid import ExpertInfo, Grid, Index
 from colab_swarm.net.node import Node
 from colab_swarm.net.peers import Contact
@@ -37,7 +38,11 @@ class LocalExperts:
         shape: tuple[int, ...] = (4,),
     ) -> None:
         self.grid, self.shape = grid, shape
-        self.modules = {grid.uid(index): make() for index in living or grid}
+        rule = ExpertRule(partial(torch.optim.SGD, lr=LR))
+        self.experts = {}
+        for uid in map(grid.uid, living or grid):
+            self.experts[uid] = Expert(uid, make(), rule, shape, torch.device("cpu"))
+        self.modules = {uid: expert.module for uid, expert in self.experts.items()}
         self.dead, self.dead_backward, self.late = set[str](), set[str](), set[str]()
         self.busy: dict[str, int] = {}
         self.forwards, self.backwards = list[str](), list[str]()
@@ -78,20 +83,14 @@ class LocalExperts:
     async def forward(self, info: ExpertInfo, inputs: Floats) -> Floats:
         self.forwards.append(info.uid)
         await self._fail(info.uid, self.dead)
-        with self._device, torch.no_grad():
-            return np.asarray(self.modules[info.uid](torch.from_numpy(inputs)).numpy())
+        with self._device:
+            return self.experts[info.uid].forward(torch.from_numpy(inputs)).numpy()
 
     async def backward(self, info: ExpertInfo, inputs: Floats, grads: Floats) -> Floats:
         self.backwards.append(info.uid)
         await self._fail(info.uid, self.dead_backward)
-        module, x = self.modules[info.uid], torch.from_numpy(inputs).requires_grad_()
         with self._device:
-            with torch.enable_grad():
-                found = torch.autograd.grad(module(x), [x, *module.parameters()], torch.from_numpy(grads))
-            with torch.no_grad():
-                for parameter, grad in zip(module.parameters(), found[1:], strict=True):
-                    parameter -= LR * grad
-        return np.asarray(found[0].numpy())
+            return self.experts[info.uid].backward(torch.from_numpy(inputs), torch.from_numpy(grads)).numpy()
 
     async def _fail(self, uid: str, dead: set[str]) -> None:
         await asyncio.sleep(0)

@@ -225,45 +225,32 @@ class Far:
         return value, 10.0
 
 
-async def test_a_cached_value_is_read_again_when_it_is_forgotten_or_expired() -> None:
+async def test_a_cached_value_is_shared_forgotten_refreshed_and_expires() -> None:
     far = Far()
     assert await far.cache.get(["a", "b"]) == {"a": 1, "b": 2}
-    assert loop_now() == 1  # both at once
     assert await far.cache.get(["b", "a"]) == {"a": 1, "b": 2} and far.cache.peek("c") is None
-    assert loop_now() == 1 and far.cache.peek("a") == 1
+    assert loop_now() == 1, "both at once, and then none"
     far.cache.forget("a")
-    assert await far.cache.get(["a"]) == {"a": 3} and far.reads[2] == ("a", None)
-    await asyncio.sleep(10)
-    assert far.cache.peek("a") is None
-    assert await far.cache.get(["a"]) == {"a": 4} and loop_now() == 13
-
-
-async def test_concurrent_callers_share_a_read_and_closing_cancels_it() -> None:
-    far = Far()
     asked = [asyncio.create_task(far.cache.get(["a"])) for _ in range(3)]
     await asyncio.sleep(0.5)
     asked[0].cancel()  # must not end the read for the others
-    assert await asyncio.gather(*asked[1:]) == [{"a": 1}] * 2
-    assert far.reads == [("a", None)]
-    late = asyncio.create_task(far.cache.get(["b"]))
+    assert await asyncio.gather(*asked[1:]) == [{"a": 3}] * 2 and far.reads[2:] == [("a", None)]
+    await asyncio.sleep(6)
+    assert far.cache.peek("a") == 3
+    await asyncio.sleep(2)
+    assert far.cache.peek("a") == 4 and far.reads[3:] == [("a", 3)], "refreshed in the background"
+    await asyncio.sleep(10)
+    assert far.cache.peek("a") is None
+    early = asyncio.create_task(far.cache.get(["a"]))
+    await asyncio.sleep(0.5)
+    assert await far.cache.get(["a"], fresh=True) == {"a": 6}, "from a read that starts now"
+    assert await early == {"a": 5} and far.cache.peek("a") == 6 and far.fresh
+    late = asyncio.create_task(far.cache.get(["c"]))
     await asyncio.sleep(0.5)
     await far.cache.close()
     with pytest.raises(asyncio.CancelledError):
         await late
-    assert loop_now() == 1.5 and far.cache.peek("b") is None
-
-
-async def test_an_ageing_value_is_refreshed_in_the_background() -> None:
-    far = Far()
-    await far.cache.get(["a"])
-    await asyncio.sleep(6)
-    assert far.cache.peek("a") == 1
-    await asyncio.sleep(2)
-    assert far.cache.peek("a") == 2 and far.reads == [("a", None), ("a", 1)]
-    early = asyncio.create_task(far.cache.get(["b"]))
-    await asyncio.sleep(0.5)
-    assert await far.cache.get(["b"], fresh=True) == {"b": 4}, "from a read that starts now"
-    assert await early == {"b": 3} and far.cache.peek("b") == 4 and far.fresh
+    assert far.cache.peek("c") is None
 
 
 async def test_a_peer_claims_vacant_and_wanted_places_only_and_serves_them_when_it_announces_them() -> None:

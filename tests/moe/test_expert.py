@@ -160,6 +160,8 @@ def test_the_published_block_is_the_post_norm_encoder_layer_of_torch(length: int
     dropped = block(inputs)
     torch.testing.assert_close(block.eval()(inputs), reference_of(block)(inputs))
     assert not torch.allclose(dropped, block(inputs)), "nothing was dropped in training"
+    with pytest.raises(ValueError, match="heads=3: the number of heads must divide"):
+        PaperTransformerBlock(8, 3)
 
 
 def test_the_published_block_drops_alike_in_every_batch_that_a_sample_is_merged_into() -> None:
@@ -201,11 +203,6 @@ def test_backward_uses_the_masks_of_the_forward_pass() -> None:
     (expected,) = torch.autograd.grad(outputs, leaf, grads.to(block.device))
     torch.manual_seed(7)
     torch.testing.assert_close(block.backward(inputs, grads), expected.cpu())
-
-
-def test_a_published_block_whose_heads_do_not_divide_the_width_is_refused() -> None:
-    with pytest.raises(ValueError, match="heads=3: the number of heads must divide"):
-        PaperTransformerBlock(8, 3)
 
 
 RULE = ExpertRule(partial(torch.optim.SGD, lr=0.1))
@@ -281,6 +278,11 @@ def test_a_batch_that_exceeds_the_memory_is_computed_in_halves_with_equal_result
         before = memory.refused
         parted.backward(inputs, grads)
         assert memory.refused == before, "the largest batch is remembered"
+    none = expert(Memory(0))
+    unchanged = values(none)
+    with pytest.raises(torch.OutOfMemoryError, match="no memory for 1 samples"):
+        none.backward(inputs, grads)
+    assert equal(values(none), unchanged) and none.step == 0
 
 
 class Memory(FeedForward):
@@ -311,14 +313,6 @@ def test_the_memory_that_ends_in_the_middle_of_a_backward_pass_counts_no_gradien
     torch.testing.assert_close(parted.backward(inputs, grads), whole.backward(inputs, grads))
     assert later.refused == 1
     torch.testing.assert_close(values(parted), values(whole))
-
-
-def test_no_memory_for_one_sample_is_an_error_and_changes_nothing() -> None:
-    one = expert(Memory(0))
-    before = values(one)
-    with pytest.raises(torch.OutOfMemoryError, match="no memory for 1 samples"):
-        one.backward(batch(0), batch(1))
-    assert equal(values(one), before) and one.step == 0
 
 
 SGD = ExpertRule(partial(torch.optim.SGD, lr=1.0))

@@ -17,25 +17,17 @@ from colab_swarm.net.peers import MAX_MESSAGE_BYTES, Contact, PeerId, Role
 from colab_swarm.tensors.codecs import Floats
 
 
-@pytest.mark.parametrize(
-    "uid", ["ffn.1", "ffn.1.2.3", "ffn.1.9", "ffn.1.02", "ffn.1.-1", "ffn.1.²", "gfn.1.2", "", "ffn.1."]
-)
-def test_a_name_outside_the_grid_is_refused(uid: str) -> None:
-    with pytest.raises(ValueError, match="not an expert of"):
-        Grid("ffn", (2, 9)).index(uid)
-
-
-@pytest.mark.parametrize("prefix", ["", "a b", "ffn.1", "ffn.", "x" * 129])
-def test_a_prefix_that_could_be_taken_for_an_expert_is_refused(prefix: str) -> None:
-    with pytest.raises(ValueError, match="names no experts"):
-        Grid(prefix, (2,))
+def test_names_prefixes_and_sides_that_make_no_grid_are_refused() -> None:
+    for uid in ("ffn.1", "ffn.1.2.3", "ffn.1.9", "ffn.1.02", "ffn.1.-1", "ffn.1.²", "gfn.1.2", "", "ffn.1."):
+        with pytest.raises(ValueError, match="not an expert of"):
+            Grid("ffn", (2, 9)).index(uid)
+    for prefix in ("", "a b", "ffn.1", "ffn.", "x" * 129):  # an expert could be meant
+        with pytest.raises(ValueError, match="names no experts"):
+            Grid(prefix, (2,))
     assert Grid("x" * 128, (2,)).size == 2
-
-
-@pytest.mark.parametrize("sides", [(), (0,), (2, 2, 2, 2, 2), (10_000,)])
-def test_a_grid_has_sensible_sides(sides: tuple[int, ...]) -> None:
-    with pytest.raises(ValueError, match="dimensions"):
-        Grid("ffn", sides)
+    for sides in ((), (0,), (2, 2, 2, 2, 2), (10_000,)):
+        with pytest.raises(ValueError, match="dimensions"):
+            Grid("ffn", sides)
 
 
 GRID = Grid("ffn", (4, 300))
@@ -80,8 +72,12 @@ def test_records_that_are_invalid_are_dropped(record: Any) -> None:
     assert read(PLACES, {ALICE: received(record)}) == {}
 
 
-def test_indices_beyond_the_grid_are_dropped() -> None:
-    assert read(PREFIXES, {ALICE: received(GridRecord((), tuple(map(ExpertPlace, (3, 4)))))}) == {ALICE: [3]}
+def test_a_page_of_prefixes_is_empty_after_its_host_left_and_has_none_beyond_the_grid() -> None:
+    told = {
+        ALICE: received(GridRecord((), tuple(map(ExpertPlace, (0, 3, 4))))),
+        BOB: received(GridRecord((), ())),
+    }
+    assert read(PREFIXES, told) == {ALICE: [0, 3], BOB: []}
 
 
 VALUES = st.recursive(
@@ -216,19 +212,8 @@ def test_stale_prefixes_are_replaced_by_the_next_best(problem: Problem, data: st
     assert found == replacing_beams(children, scores, k)
 
 
-def test_nan_is_the_worst_score() -> None:
+def test_nan_is_the_worst_score_and_an_empty_grid_or_batch_gives_an_empty_result() -> None:
     scores = [np.array([[np.nan, 1.0, np.inf, -np.inf]], np.float32)]
     assert beam_search(scores, 4, lambda _: np.ones(4, np.bool_))[0] == [[(2,), (1,), (0,), (3,)]]
-
-
-def test_an_empty_grid_or_batch_gives_an_empty_result() -> None:
     assert beam_search([np.zeros((2, 3), np.float32)], 1, lambda _: np.zeros(3, np.bool_))[0] == [[], []]
     assert beam_search([np.zeros((0, 3), np.float32)], 1, lambda _: np.ones(3, np.bool_))[0] == []
-
-
-def test_a_branch_lists_prefixes_and_is_empty_after_its_host_left() -> None:
-    found = {
-        ALICE: received(GridRecord((), tuple(map(ExpertPlace, (0, 3))))),
-        BOB: received(GridRecord((), tuple(map(ExpertPlace, ())))),
-    }
-    assert read(PREFIXES, found) == {ALICE: [0, 3], BOB: []}
