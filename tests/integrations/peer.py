@@ -1,12 +1,5 @@
-"""One of two peers, as a process: ``python -m tests.integrations.peer NAME FOLDER SCENARIO…``.
+"""One of two peers, alice and bob, that train by each framework in turn."""
 
-It trains by each framework in turn. It writes its parameters, and the micro-batches that it gave to each
-global step, to ``FOLDER/SCENARIO.NAME``.
-"""
-
-import os
-import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,8 +7,6 @@ from typing import Any
 import torch
 from torch import nn
 
-import colab_swarm as cs
-from colab_swarm.events import BatchDropped, Event, RoundFinished, StateReceived
 from colab_swarm.swarm.swarm import Swarm
 from colab_swarm.training.optimizer import SwarmOptimizer
 from tests.training.toy import exchanged
@@ -25,37 +16,21 @@ TARGET = 24  # samples
 ROWS = {"alice": 3, "bob": 4}  # of a micro-batch
 LR, CLIP = 1e-3, 0.5  # at 1e-2 AdamW makes rounding of gradients near 0 visible
 Batch = dict[str, torch.Tensor]
+Result = tuple[dict[str, torch.Tensor], list[list[Batch]], bytes]
 
 
 class Record:
-    """Which micro-batches this peer gave to which global step."""
+    """The micro-batches that this peer gave to each global step, the next one included."""
 
     def __init__(self, optimizer: SwarmOptimizer) -> None:
-        self._optimizer, self._step = optimizer, optimizer.global_step
-        self.given: dict[int, list[Batch]] = {}
-        self._pending: list[Batch] = []
-        self._contributed: set[int] = set()  # steps; the others took some without this peer
-        self._is_late = False  # what this peer has computed is of an older step
-        optimizer.rounds.services.events.listen(self._on_event)
-
-    def _on_event(self, event: Event) -> None:
-        if isinstance(event, RoundFinished) and self._optimizer.rounds.view.me.hex() in event.contributors:
-            self._contributed.add(event.step)
-        if isinstance(event, StateReceived) or (
-            isinstance(event, BatchDropped) and "too late" in event.reason
-        ):
-            self._is_late = True
+        self._optimizer = optimizer
+        self.given: list[list[Batch]] = [[]]
 
     def after_step(self, *batches: Batch) -> None:
         """Take the micro-batches of the ``step()`` that has just returned."""
-        self._pending += batches
-        if self._is_late:
-            self._pending = []
-            self._is_late = False
-        if self._optimizer.global_step > self._step:
-            for step in self._contributed.intersection(range(self._step, self._optimizer.global_step)):
-                self.given[step] = self._pending
-            self._step, self._pending = self._optimizer.global_step, []
+        self.given[-1] += batches
+        if self._optimizer.global_step == len(self.given):
+            self.given.append([])
 
 
 def language_model() -> Any:
@@ -259,25 +234,13 @@ SCENARIOS: dict[str, Callable[[Swarm, Path, str], tuple[nn.Module, Record]]] = {
 }
 
 
-def main(name: str, folder: Path, scenarios: list[str]) -> None:
-    options, invitation = cs.NetworkOptions(lan=False), folder / "invitation"
-    if name == "alice":
-        swarm = cs.create("together", peer_name=name, options=options)
-        (folder / "draft").write_text(str(swarm.invite()))
-        (folder / "draft").rename(invitation)
-    else:
-        while not invitation.exists():
-            time.sleep(0.05)
-        swarm = cs.join(invitation.read_text(), peer_name=name, options=options)
-    with swarm:
-        for scenario in scenarios:
-            net, record = SCENARIOS[scenario](swarm, folder, scenario)
-            optimizer = swarm.optimizers[scenario]
-            state = {key: one.detach().clone() for key, one in net.state_dict().items()}
-            torch.save((state, record.given, optimizer.lineage), folder / f"{scenario}.{name}")
-            optimizer.close()
-
-
-if __name__ == "__main__":
-    os.environ["HF_HUB_OFFLINE"] = "1"
-    main(sys.argv[1], Path(sys.argv[2]), sys.argv[3:])
+def train_all(swarm: Swarm, folder: Path) -> dict[str, Result]:
+    """Train by each framework in turn; return each one's parameters, micro-batches by step, and lineage."""
+    results = {}
+    for scenario, use in SCENARIOS.items():
+        net, record = use(swarm, folder, scenario)
+        optimizer = swarm.optimizers[scenario]
+        state = {key: one.detach().clone() for key, one in net.state_dict().items()}
+        results[scenario] = state, record.given, optimizer.lineage
+        optimizer.close()
+    return results

@@ -1,10 +1,7 @@
-"""Two processes that train by a framework's own trainer equal one process with the joined batches."""
+"""Two peers that train by a framework's own trainer equal one process with the joined batches."""
 
-import os
-import subprocess
-import sys
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,38 +9,27 @@ import torch
 import transformers
 from torch import nn
 
+import colab_swarm as cs
 from tests.integrations import peer
 from tests.integrations.peer import CLIP, LR, SCENARIOS, STEPS, Batch
 
-Given = dict[int, list[Batch]]
-
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A folder with what two peers have trained, in all scenarios."""
+def trained(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, peer.Result]]:
+    """What two peers have trained, in all scenarios."""
     folder = tmp_path_factory.mktemp("together")
-    command = [sys.executable, "-m", "tests.integrations.peer"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    peers = [
-        subprocess.Popen([*command, name, str(folder), *SCENARIOS], env=environment) for name in peer.ROWS
-    ]
-    try:
-        assert [one.wait(timeout=300) for one in peers] == [0, 0]
-        yield folder
-    finally:
-        for one in peers:
-            one.kill()
+    with cs.simulate(2) as simulation:
+        return [*simulation.run(partial(peer.train_all, folder=folder)).values()]
 
 
-def results(folder: Path, scenario: str) -> tuple[dict[str, torch.Tensor], list[list[Batch]]]:
+def results(
+    trained: list[dict[str, peer.Result]], scenario: str
+) -> tuple[dict[str, torch.Tensor], list[list[Batch]]]:
     """What the peers have, which is equal, and the micro-batches of each step of both together."""
-    (state, given, lineage), (other, more, same) = (
-        torch.load(folder / f"{scenario}.{name}", weights_only=False) for name in peer.ROWS
-    )
+    (state, given, lineage), (other, more, same) = (results[scenario] for results in trained)
     assert lineage == same and all(torch.equal(state[key], other[key]) for key in state)
-    both = [steps for steps in range(STEPS) if given.get(steps) and more.get(steps)]
-    assert len(both) > STEPS / 4, "they did not train together"
-    return state, [[*given.get(step, ()), *more.get(step, ())] for step in range(STEPS)]
+    assert all([*given[:STEPS], *more[:STEPS]]) and len(given) == len(more) == STEPS + 1
+    return state, [[*mine, *theirs] for mine, theirs in zip(given[:STEPS], more, strict=False)]
 
 
 def by_one_process(
@@ -83,7 +69,9 @@ def of_rows(net: Any, batch: Batch) -> tuple[torch.Tensor, int]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("scenario", [name for name in SCENARIOS if name not in ("trainer", "trl")])
-def test_plain_trainers_equal_one_process_on_the_joined_batches(trained: Path, scenario: str) -> None:
+def test_plain_trainers_equal_one_process_on_the_joined_batches(
+    trained: list[dict[str, peer.Result]], scenario: str
+) -> None:
     state, steps = results(trained, scenario)
     want = by_one_process(peer.perceptron(), steps, of_rows)
     torch.testing.assert_close(state, want, rtol=0.0, atol=1e-5)
@@ -91,7 +79,9 @@ def test_plain_trainers_equal_one_process_on_the_joined_batches(trained: Path, s
 
 @pytest.mark.slow
 @pytest.mark.parametrize("scenario", ["trainer", "trl"])
-def test_ragged_texts_equal_one_process_on_the_joined_batches(trained: Path, scenario: str) -> None:
+def test_ragged_texts_equal_one_process_on_the_joined_batches(
+    trained: list[dict[str, peer.Result]], scenario: str
+) -> None:
     state, steps = results(trained, scenario)
     net = peer.language_model() if scenario == "trainer" else peer.adapted_model()
     first = {key: one.detach().clone() for key, one in net.state_dict().items()}

@@ -11,10 +11,7 @@ from torch import Tensor, nn
 import colab_swarm as cs
 from colab_swarm.errors import ExpertError, NoExpertsError
 from colab_swarm.moe import trainer as module
-from colab_swarm.moe.grid import Grid
-from colab_swarm.moe.layer import MixtureOfExperts
 from colab_swarm.moe.trainer import AsyncTrainer
-from tests.moe.local import LocalCalls, LocalExperts, tanh_expert
 
 QUIET: dict[str, Any] = {"concurrency": 4, "progress": False}
 
@@ -68,18 +65,6 @@ def test_every_batch_in_flight_sees_the_same_parameters_and_all_updates_count(mo
         square(before, batch).backward()  # gradients add up
     sgd(before).step()
     torch.testing.assert_close(model.state_dict(), before.state_dict())
-
-
-def test_it_trains_through_experts() -> None:
-    grid = Grid("ffn", (4,))
-    experts = LocalExperts(grid, tanh_expert())
-    layer = MixtureOfExperts(LocalCalls(experts), grid, 4, k=2)
-    model = nn.Sequential(nn.Linear(4, 4), layer, nn.Linear(4, 1))
-    result = AsyncTrainer(model, square, sgd(model), **QUIET).fit(batches(60))
-    first = square(model, torch.cat(batches(60)))
-    assert result.updates == 60 and experts.backwards
-    AsyncTrainer(model, square, sgd(model), **QUIET).fit(batches(60))
-    assert square(model, torch.cat(batches(60))) < first
 
 
 @pytest.mark.parametrize("error", [ExpertError("it is dead"), NoExpertsError("no expert is alive")])
