@@ -9,7 +9,6 @@ import torch
 
 import colab_swarm as cs
 from colab_swarm.elastic.schedulers import NormBounded
-from colab_swarm.elastic.steps import ElasticSettings
 from colab_swarm.errors import StateError
 from colab_swarm.swarm.swarm import Swarm
 from tests.elastic.group import join_group
@@ -74,6 +73,9 @@ def test_a_timeout_reports_how_many_peers_came_and_joining_can_be_repeated() -> 
         for _ in range(2):
             with pytest.raises(StateError, match="training 'model' needs 3 peers, 2 came in 5 s"):
                 join_group(swarm, model(), 3, wait_s=5.0)
+        for peers, wait_s, words in ((1, 9, "2 to 16"), (17, 9, "2 to 16"), (2, 0, "wait_s=0")):
+            with pytest.raises(ValueError, match=words):
+                swarm.elastic_optimizer(sgd(), peers=peers, wait_s=wait_s)
 
     with cs.simulate(2, network="lan", seed=1) as sim:
         assert len(sim.run(wait)) == 2
@@ -106,11 +108,3 @@ def test_a_crash_while_the_group_is_formed_is_reported() -> None:
         results = sim.run(begin)
         assert [fault.name for fault in sim.network.fired] == ["crash"]
     assert results.keys() == {"alice"}
-
-
-@pytest.mark.parametrize(
-    ("peers", "wait_s", "words"), [(1, 9, "2 to 16"), (17, 9, "2 to 16"), (2, 0, "wait_s=0")]
-)
-def test_a_group_has_two_to_sixteen_members(peers: int, wait_s: float, words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        ElasticSettings("run/elastic/model", peers, wait_s=wait_s)

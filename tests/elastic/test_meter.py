@@ -214,12 +214,6 @@ def test_one_large_distance_is_compensated_by_many_waiting_steps() -> None:
     assert waits >= 20
 
 
-@pytest.mark.parametrize("target", [0.0, -1.0, float("nan")])
-def test_a_target_that_allows_nothing_is_refused(target: float) -> None:
-    with pytest.raises(ValueError, match="Synchronous"):
-        AdaptiveBeta(target)
-
-
 def test_it_does_not_stick_at_beta_1_when_there_is_room() -> None:
     run, synchronous = emulate(lambda: AdaptiveBeta(2.0), 60), emulate(lambda: NormBounded(1.0), 60)
     for member, slow in zip(run.members, synchronous.members, strict=True):

@@ -1,6 +1,7 @@
 """`ElasticOptimizer` in simulated groups."""
 
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import pytest
@@ -111,18 +112,6 @@ def test_members_apply_decoded_values_so_they_stay_equal(compression: str) -> No
     assert steps_done[-1].bound and steps_done[-1].inconsistency <= steps_done[-1].bound
 
 
-def test_a_lossy_codec_without_error_feedback_has_no_bound() -> None:
-    def train_without(swarm: Swarm) -> float | None:
-        optimizer = join_group(swarm, net := model(), 2, compression="topk:0.1", error_feedback=False)
-        bounds = [take(optimizer, net, step).bound for step in range(2)]
-        assert "residual" not in optimizer.state_dict()
-        optimizer.close()
-        return bounds[-1]
-
-    with simulation() as sim:
-        assert sim.run(train_without) == {"alice": None, "bob": None}
-
-
 @pytest.mark.parametrize("factor", [float("nan"), 1e30], ids=["not a number", "squares overflow"])
 def test_a_gradient_that_is_not_finite_counts_as_zero_and_no_member_is_lost(factor: float) -> None:
     def train_with_nan(swarm: Swarm) -> tuple[torch.Tensor, list[BatchDropped], ElasticStep]:
@@ -156,6 +145,10 @@ def test_a_member_that_crashes_does_not_delay_the_others(scheduler: Scheduler) -
 
 def test_residuals_and_corrections_are_saved_and_restored() -> None:
     def save(swarm: Swarm) -> tuple[int, dict[str, Any]]:
+        optimizer = join_group(swarm, net := model(), 2, compression="topk:0.1", error_feedback=False)
+        assert [take(optimizer, net, step).bound for step in range(2)][-1] is None, "without error feedback"
+        assert "residual" not in optimizer.state_dict()
+        optimizer.close()
         optimizer = join_group(swarm, net := model(), 2, compression="topk:0.1", scheduler=NormBounded(0.0))
         take(optimizer, net, 0)  # the other's gradient comes during the next pass
         state = optimizer.state_dict()
@@ -179,16 +172,19 @@ def test_residuals_and_corrections_are_saved_and_restored() -> None:
         assert all(state["residual"].norm() > 0 for state in states.values())
         loss_of(net := model(), 0, rows_of(1, 2)).backward()
         bobs = sum(float(parameter.grad.sum()) for parameter in net.parameters())
-        assert float((states[0]["corrections"] + states[1]["residual"]).sum()) == pytest.approx(
-            bobs, abs=1e-5
-        )
+        owed = float((states[0]["corrections"] + states[1]["residual"]).sum())
+        assert owed == pytest.approx(bobs, abs=1e-5)
         alice, bob = sim.run(resume).values()
     assert torch.equal(alice, bob)
     assert (alice - parameters_of(model())).min() == pytest.approx(-LR * 1000.0 / 2, rel=0.01)
 
 
-def test_unsupported_calls_name_the_alternative() -> None:
+def test_unsupported_calls_and_settings_name_the_alternative() -> None:
     def misuse(swarm: Swarm) -> str:
+        inner = torch.optim.SGD(model().parameters(), lr=0.1)
+        for other in (torch.optim.lr_scheduler.StepLR(inner, 1), NormBounded):
+            with pytest.raises(ValueError, match=r"says when a member goes on, such as .*NormBounded\(0.8\)"):
+                swarm.elastic_optimizer(inner, peers=2, scheduler=other)
         optimizer = join_group(swarm, model(), 2)
         with pytest.raises(ValueError, match="closure"):
             optimizer.step(lambda: 0.0)
@@ -204,24 +200,6 @@ def test_unsupported_calls_name_the_alternative() -> None:
     with simulation() as sim:
         texts = set(sim.run(misuse).values())
     assert texts == {"ElasticOptimizer(SGD, Synchronous(), step=0, 2 members, 0 lost)"}
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda inner: torch.optim.lr_scheduler.StepLR(inner, 1),
-        torch.optim.lr_scheduler.ReduceLROnPlateau,
-        lambda _: NormBounded,
-    ],
-)
-def test_another_kind_of_scheduler_is_refused_at_once(make: Any) -> None:
-    def run(swarm: Swarm) -> None:
-        inner = torch.optim.SGD(model().parameters(), lr=0.1)
-        with pytest.raises(ValueError, match=r"says when a member goes on, such as .*NormBounded\(0.8\)"):
-            swarm.elastic_optimizer(inner, peers=2, scheduler=make(inner))
-
-    with simulation(1) as sim:
-        sim.run(run)
 
 
 @pytest.mark.parametrize("of_inner", [True, False])
@@ -275,57 +253,55 @@ def test_parameters_that_the_loss_does_not_use_or_that_were_frozen_are_named_and
         sim.run(run)
 
 
-def clip(net: torch.nn.Module, *_: Any) -> None:
+def clip(net: torch.nn.Module, optimizer: ElasticOptimizer) -> None:
+    loss_of(net, 1).backward()
     torch.nn.utils.clip_grad_norm_(net.parameters(), 0.1)
+    optimizer.step()
 
 
-def divide(net: torch.nn.Module, *_: Any) -> None:
+def divide(net: torch.nn.Module, optimizer: ElasticOptimizer) -> None:
+    loss_of(net, 1).backward()
     for parameter in net.parameters():
         assert parameter.grad is not None
         parameter.grad = parameter.grad / 2
+    optimizer.step()
 
 
-def clear(_: Any, optimizer: ElasticOptimizer) -> None:
+def clear(net: torch.nn.Module, optimizer: ElasticOptimizer) -> None:
+    loss_of(net, 1).backward()
     optimizer.zero_grad()
+    optimizer.step()
 
 
-@pytest.mark.parametrize("change", [clip, divide, clear])
-def test_gradients_that_are_changed_after_they_were_sent_are_refused(change: Any) -> None:
+def scale(net: torch.nn.Module, optimizer: ElasticOptimizer, by: float, unscaled: bool = False) -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=by)
+    scaler.scale(loss_of(net, 1)).backward()
+    if unscaled:
+        scaler.unscale_(optimizer)
+    scaler.step(optimizer)
+
+
+CHANGED = r"register_hook\(…\).* or use swarm.optimizer\(…, max_grad_norm"
+SCALED = r"a GradScaler divides gradients after .* or use swarm.optimizer"
+MISUSES: list[tuple[Any, str]] = [
+    *((clip, CHANGED), (divide, CHANGED), (clear, CHANGED)),
+    *((partial(scale, by=by), SCALED) for by in (1.0, 256.0, 2.0**127)),  # the last one overflows
+    *((partial(scale, by=by, unscaled=True), SCALED) for by in (256.0, 2.0**127)),
+]
+
+
+def test_what_changes_gradients_after_they_were_sent_is_refused_and_a_scaler_that_is_off_is_not() -> None:
     def run(swarm: Swarm) -> None:
-        optimizer = join_group(swarm, net := model(), 2)
-        before = parameters_of(net)
-        loss_of(net, 0).backward()
-        change(net, optimizer)
-        with pytest.raises(
-            RuntimeError, match=r"register_hook\(…\).* or use swarm.optimizer\(…, max_grad_norm"
-        ):
-            optimizer.step()
-        assert torch.equal(parameters_of(net), before)
-        optimizer.close()
-
-    with simulation() as sim:
-        sim.run(run)
-
-
-@pytest.mark.parametrize("scale", [1.0, 256.0, 2.0**127], ids=["one", "usual", "overflows"])
-@pytest.mark.parametrize("unscaled", [False, True])
-def test_a_grad_scaler_is_refused_and_one_that_is_off_is_not(scale: float, unscaled: bool) -> None:
-    def run(swarm: Swarm) -> None:
-        optimizer = join_group(swarm, net := model(), 2)
-        off = torch.amp.GradScaler("cpu", enabled=False)
-        off.scale(loss_of(net, 0)).backward()
-        off.step(optimizer)
-        before = parameters_of(net)
-        scaler = torch.amp.GradScaler("cpu", init_scale=scale)
-        scaler.scale(loss_of(net, 1)).backward()
-        if unscaled:
-            scaler.unscale_(optimizer)
-        with pytest.raises(
-            RuntimeError, match=r"a GradScaler divides gradients after .* or use swarm.optimizer"
-        ):
-            scaler.step(optimizer)
-        assert torch.equal(parameters_of(net), before)
-        optimizer.close()
+        for misuse, words in MISUSES:
+            optimizer = join_group(swarm, net := model(), 2)
+            off = torch.amp.GradScaler("cpu", enabled=False)
+            off.scale(loss_of(net, 0)).backward()
+            off.step(optimizer)
+            before = parameters_of(net)
+            with pytest.raises(RuntimeError, match=words):
+                misuse(net, optimizer)
+            assert torch.equal(parameters_of(net), before)
+            optimizer.close()
 
     with simulation() as sim:
         sim.run(run)

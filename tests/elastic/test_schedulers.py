@@ -130,6 +130,7 @@ def test_invalid_settings_are_refused() -> None:
         *((NormBounded, one) for one in ([1.1], [math.nan], [0.5, "l3"])),
         *((VarianceBounded, [-1.0]), (BoundedStaleness, [0])),
         *((CrashTolerant, one) for one in ([0, 1.0], [1, math.nan])),
+        *((AdaptiveBeta, [one]) for one in (0.0, -1.0, math.nan)),
     ):
         with pytest.raises(ValueError, match="="):
             kind(*arguments)

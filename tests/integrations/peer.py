@@ -1,6 +1,7 @@
 """One of two peers, alice and bob, that train by each framework in turn."""
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -92,12 +93,6 @@ def joined(swarm: Swarm, net: nn.Module, name: str) -> SwarmOptimizer:
     return swarm.optimizer(inner, name=name, max_grad_norm=CLIP, **exchanged(settings))
 
 
-def meet(optimizer: SwarmOptimizer) -> None:
-    """Wait for the other peer, so that both start at step 0."""
-    while len(optimizer.rounds.view.all) < 2:
-        optimizer._runtime.call(optimizer.rounds.refresh())
-
-
 def use_trainer(swarm: Swarm, folder: Path, name: str) -> tuple[nn.Module, Record]:
     from transformers import Trainer
 
@@ -155,7 +150,6 @@ def _trained_by(
 
     trainer.get_batch_samples = recorded
     trainer.add_callback(Watch())
-    meet(optimizer)
     trainer.train()
     return model, record
 
@@ -167,7 +161,6 @@ def use_accelerate(swarm: Swarm, folder: Path, name: str) -> tuple[nn.Module, Re
     swarms = joined(swarm, net, name)
     net, optimizer = accelerator.prepare(net, swarms)
     record = Record(swarms)
-    meet(swarms)
     for batch in points(swarm.name):
         accelerator.backward(loss_of(net, batch))
         optimizer.step()
@@ -212,7 +205,6 @@ def use_lightning(
 
     optimizer = joined(swarm, net, name)
     record = Record(optimizer)
-    meet(optimizer)
     quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
     trainer = lightning.Trainer(
         accelerator="cpu", max_epochs=-1, callbacks=[SwarmSteps(STEPS)], enable_model_summary=False, **quiet
@@ -221,16 +213,12 @@ def use_lightning(
     return net, record
 
 
-def use_lightning_by_hand(swarm: Swarm, folder: Path, name: str) -> tuple[nn.Module, Record]:
-    return use_lightning(swarm, folder, name, automatic=False)
-
-
 SCENARIOS: dict[str, Callable[[Swarm, Path, str], tuple[nn.Module, Record]]] = {
     "trainer": use_trainer,
     "trl": use_trl,
     "accelerate": use_accelerate,
     "lightning": use_lightning,
-    "lightning-by-hand": use_lightning_by_hand,
+    "lightning-by-hand": partial(use_lightning, automatic=False),
 }
 
 
