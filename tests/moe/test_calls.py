@@ -118,20 +118,6 @@ async def test_a_link_that_takes_no_more_streams_is_busy_too(monkeypatch: pytest
         first.reset()
 
 
-@pytest.mark.parametrize("codec", ["onebit", "topk:0.25"])
-async def test_an_expert_answers_and_learns_with_lossy_codecs(codec: str) -> None:
-    _, alice, bob = pair()
-    calls = calls_of(alice, codec=codec)
-    async with hosted(bob) as (_, expert):
-        answer = await calls.forward(info(bob.contact), INPUTS)
-        assert answer.shape == INPUTS.shape and np.isfinite(answer).all() and answer.any()
-        assert np.isfinite(await calls.backward(info(bob.contact), INPUTS, INPUTS)).all()
-        assert expert.step == 1
-        with pytest.raises(ExpertError, match=r"expert ffn\.0 .*not finite"):
-            await calls.forward(info(bob.contact), np.full_like(INPUTS, np.nan))
-        assert loop_now() < 1  # no wait for values that could not be sent
-
-
 async def test_a_host_killed_between_forward_and_backward_is_an_error_and_comes_back() -> None:
     network, alice, bob = pair()
     calls, there = calls_of(alice), info(bob.contact)

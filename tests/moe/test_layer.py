@@ -122,20 +122,16 @@ def test_checkpointing_works_if_other_experts_answer_the_second_time() -> None:
     assert layer.statistics().failures > 0 and x.grad is not None
 
 
-def test_a_layer_may_be_used_twice_in_one_graph() -> None:
+def test_a_layer_may_be_used_twice_in_one_graph_and_inputs_changed_after_it_are_an_error() -> None:
     layer, experts = make(k=6)
     x = torch.randn(3, DIM, requires_grad=True)
     layer(layer(x)).sum().backward()
     assert len(experts.backwards) == 12 and x.grad is not None and x.grad.any()
-
-
-def test_inputs_changed_in_place_after_the_layer_are_an_error_and_no_wrong_gradient() -> None:
-    layer, experts = make()
-    x = torch.randn(3, DIM)
-    x += layer(x)
+    y = torch.randn(3, DIM)
+    y += layer(y)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        x.sum().backward()
-    assert not experts.backwards
+        y.sum().backward()
+    assert len(experts.backwards) == 12, "no wrong gradient was sent"
 
 
 def test_silent_experts_are_masked_and_the_rest_renormalised() -> None:
@@ -148,27 +144,30 @@ def test_silent_experts_are_masked_and_the_rest_renormalised() -> None:
     assert layer.statistics().failures == 3
 
 
-def test_a_late_expert_is_dropped_after_the_grace_period_and_reported() -> None:
-    layer, experts = make(k=6, k_min=5, grace_s=0.02)
-    experts.late = {"ffn.0.0"}
-    layer(torch.randn(4, DIM)).sum().backward()
-    assert experts.failures == [("ffn.0.0", "0.02 s later than others")]
-    assert "ffn.0.0" not in experts.backwards and layer.statistics().failures == 1
+LATER, SILENT = "0.02 s later than others", "expert ffn.0.0 at 00000000 did not answer in 0.05 s"
+FOUR = [(0, 0), (0, 1), (1, 0), (1, 1)]
 
 
-def test_a_sample_whose_experts_all_failed_does_not_prolong_the_wait() -> None:
-    layer, experts = make(k=2, grace_s=0.02, living=[(0, 0), (0, 1), (1, 0), (1, 1)])
+@pytest.mark.parametrize(
+    ("settings", "dead", "late", "failure"),
+    [
+        ({"k": 6, "k_min": 5, "grace_s": 0.02}, set(), "ffn.0.0", LATER),
+        # with fewer than k_min the time limit ends the wait
+        ({"k": 6, "k_min": 6, "grace_s": 0.0, "timeout_s": 0.05}, set(), "ffn.0.0", SILENT),
+        # a sample whose experts all failed does not prolong it
+        ({"k": 2, "grace_s": 0.02, "living": FOUR}, {"ffn.0.0", "ffn.0.1"}, "ffn.1.1", LATER),
+    ],
+    ids=["grace", "time limit", "failed"],
+)
+def test_a_late_expert_is_dropped_and_reported(
+    settings: dict[str, Any], dead: set[str], late: str, failure: str
+) -> None:
+    layer, experts = make(**settings)
     prefer_the_first_row_if_positive(layer)
-    experts.dead, experts.late = {"ffn.0.0", "ffn.0.1"}, {"ffn.1.1"}
-    layer(torch.tensor([[1.0, 0.0, 0.0, 0.0], [-1.0, 0.0, 0.0, 0.0]]))
-    assert ("ffn.1.1", "0.02 s later than others") in experts.failures
-
-
-def test_with_fewer_than_k_min_the_time_limit_ends_the_wait() -> None:
-    layer, experts = make(k=6, k_min=6, grace_s=0.0, timeout_s=0.05)
-    experts.late = {"ffn.0.0"}
-    layer(torch.randn(4, DIM))
-    assert experts.failures == [("ffn.0.0", "expert ffn.0.0 at 00000000 did not answer in 0.05 s")]
+    experts.dead, experts.late = dead, {late}
+    layer(torch.tensor([[1.0, 0.0, 0.0, 0.0], [-1.0, 0.0, 0.0, 0.0]]))[1].sum().backward()
+    assert (late, failure) in experts.failures and {uid for uid, _ in experts.failures} == {late, *dead}
+    assert late not in experts.backwards and layer.statistics().failures == 1 + len(dead)
 
 
 def test_a_busy_expert_is_called_again() -> None:
@@ -208,26 +207,27 @@ def test_an_unanswered_sample_is_tried_with_another_expert_then_passes_unchanged
     assert layer.statistics().unanswered == 1, "the second batch was answered"
 
 
-@pytest.mark.parametrize("living", [[(0, 0)], None], ids=["its only one", "all that it chose"])
-def test_a_batch_that_no_expert_answers_is_an_error_at_once(living: list[tuple[int, int]] | None) -> None:
-    layer, experts = make(k=6, living=living)
-    experts.dead = set(experts.modules)
-    x = torch.randn(8, DIM)
-    with pytest.raises(
-        NoExpertsError, match=r"answered this batch of 8 \(ffn\.\d\.\d is dead\): try it again"
-    ):
-        layer(x)
-    assert set(experts.forwards) == experts.dead and layer.statistics().unanswered == 0
-    experts.dead.clear()
-    experts.gone.clear()
-    assert not torch.equal(layer(x), x)
-
-
-def test_experts_that_are_only_late_leave_no_batch_unchanged() -> None:
-    layer, experts = make(k=6, timeout_s=0.05)
+def test_a_batch_that_no_expert_answers_is_an_error_at_once() -> None:
+    for living in ([(0, 0)], None):  # its only one, or all that it chose
+        layer, experts = make(k=6, living=living)
+        x = torch.randn(8, DIM)
+        if living:
+            torch.testing.assert_close(layer(x), experts.modules["ffn.0.0"](x))  # fewer than k are enough
+        experts.forwards.clear()
+        experts.dead = set(experts.modules)
+        words = r"answered this batch of 8 \(ffn\.\d\.\d is dead\): try it again"
+        with pytest.raises(NoExpertsError, match=words):
+            layer(x)
+        assert set(experts.forwards) == experts.dead and layer.statistics().unanswered == 0
+        with pytest.raises(NoExpertsError, match="is alive"):
+            layer(x)  # nor is any in the directory now
+        experts.dead.clear()
+        experts.gone.clear()
+        assert not torch.equal(layer(x), x)
+    late, experts = make(k=6, timeout_s=0.05)
     experts.late = set(experts.modules)
     with pytest.raises(NoExpertsError, match=r"did not answer in 0\.05 s"):
-        layer(torch.randn(2, DIM))
+        late(x)
 
 
 @pytest.mark.parametrize(
@@ -287,15 +287,6 @@ def test_an_expert_that_replaces_another_still_gets_one_backward_call() -> None:
     (found,) = torch.autograd.grad(layer(x).square().sum(), x)
     torch.testing.assert_close(found, expected)
     assert experts.backwards == ["ffn.0.0"] and sum(layer.utilisation.values()) == pytest.approx(1)
-
-
-def test_no_living_expert_is_an_error() -> None:
-    layer, experts = make(k=4, living=[(0, 1)])
-    x = torch.randn(3, DIM)
-    torch.testing.assert_close(layer(x), experts.modules["ffn.0.1"](x))  # fewer than k are enough
-    experts.gone = set(experts.modules)
-    with pytest.raises(NoExpertsError, match="ffn"):
-        layer(x)
 
 
 def test_values_that_are_not_finite_never_reach_an_expert() -> None:

@@ -125,19 +125,23 @@ async def queued(server: ExpertServer, count: int) -> None:
     await until(lambda: server.statistics()["ffn.0"].queued == count)
 
 
-@pytest.mark.parametrize("codec", ["float32", "float16", "bfloat16", "int8"])
+NEAR = {"float32": 1e-6, "float16": 1e-3, "bfloat16": 1e-2, "int8": 2e-2, "onebit": 0.8, "topk:0.25": 0.8}
+
+
+@pytest.mark.parametrize("codec", NEAR)
 async def test_a_remote_expert_computes_as_a_local_one(codec: str) -> None:
     local, inputs, grads = expert(), samples(50), samples(50, seed=1)
-    near = {"float32": 1e-6, "float16": 1e-3, "bfloat16": 1e-2, "int8": 2e-2}[codec]
     async with hosting() as (server, alice, bob, _):
         calls = calls_of(alice, codec=codec)
-        assert np.abs((await calls.forward(info(bob), inputs)) - here(local, inputs)).mean() < near
+        assert np.abs((await calls.forward(info(bob), inputs)) - here(local, inputs)).mean() < NEAR[codec]
         back = await calls.backward(info(bob), inputs, grads)
-        assert np.abs(back - here(local, inputs, grads)).mean() < near
+        assert np.abs(back - here(local, inputs, grads)).mean() < NEAR[codec]
         counted = server.statistics()["ffn.0"]
         assert (counted.samples, counted.calls, counted.step, counted.queued) == (100, 2, 1, 0)
         assert 0 < counted.calls_per_s <= 2.0, "two calls are no thousand a second"
         assert counted.latency_s is not None and counted.batch_size == 50
+        with pytest.raises(ExpertError, match=r"expert ffn\.0 .*not (finite|a number)"):
+            await calls.forward(info(bob), np.full_like(inputs, np.nan))
 
 
 async def test_tensors_of_many_parts_and_sequences_of_any_length_arrive_whole() -> None:
