@@ -62,14 +62,19 @@ def uids(found: list[list[ExpertInfo]]) -> list[list[str]]:
     return [[info.uid for info in sample] for sample in found]
 
 
-async def test_the_best_live_experts_come_first() -> None:
-    _, (alice, bob, carol, *_) = await scouts(8)
+async def test_the_best_live_experts_come_first_and_withdrawn_ones_disappear_at_once() -> None:
+    _, (alice, bob, carol, *_, dave) = await scouts(8)
     await announce(alice, "ffn.1.2", "ffn.1.3", "ffn.3.7")
     await announce(bob, "ffn.0.0", "ffn.1.4")
     best = uids(await carol.directory.best(GRID, scores("ffn.1.2", "ffn.3.5", "ffn.1.4"), 2))
     assert best == [["ffn.1.2", "ffn.1.3"], ["ffn.3.7", "ffn.1.4"], ["ffn.1.4", "ffn.1.3"]]
     (all_of_them,) = uids(await carol.directory.best(GRID, scores("ffn.3.7"), 9))
     assert len(all_of_them) == 5
+    await alice.directory.withdraw(GRID, ["ffn.1.2", "ffn.1.3", "ffn.3.7"])
+    assert uids(await dave.directory.best(GRID, scores("ffn.1.2"), 4)) == [["ffn.1.4", "ffn.0.0"]]
+    for shapes in ([], [(2, 4)], [(2, 8), (2, 4)], [(2, 4), (3, 8)], [(4,), (8,)]):
+        with pytest.raises(ValueError, match=r"do not fit ffn\[4 x 8\]"):
+            await dave.directory.best(GRID, [np.zeros(shape, np.float32) for shape in shapes], 1)
 
 
 @pytest.mark.parametrize("sides", [(300,), (2, 300), (2, 3, 2), (2, 2, 2, 2)])
@@ -82,14 +87,6 @@ async def test_grids_of_any_dimension_are_searched_and_listed(sides: tuple[int, 
     live = [info.uid for info in await carol.directory.live(grid)]
     best = await carol.directory.best(grid, scores(*everywhere, grid=grid), 1)
     assert (live, uids(best)) == (everywhere, [[uid] for uid in everywhere])
-
-
-async def test_withdrawn_experts_disappear_at_once() -> None:
-    _, (alice, bob, carol) = await scouts(3)
-    await announce(alice, "ffn.1.2", "ffn.3.7")
-    await announce(bob, "ffn.1.4")
-    await alice.directory.withdraw(GRID, ["ffn.1.2", "ffn.3.7"])
-    assert uids(await carol.directory.best(GRID, scores("ffn.1.2"), 4)) == [["ffn.1.4"]]
 
 
 async def test_a_dead_host_disappears_and_its_place_is_vacant_when_its_record_expires() -> None:
@@ -160,13 +157,6 @@ async def test_a_clock_that_is_a_minute_off_neither_hides_nor_keeps_experts(skew
     await asyncio.sleep(2)
     seen += [len(await scout.directory.live(GRID)) == 0 for scout in (alice, carol)]
     assert (seen, [fault.name for fault in network.fired]) == ([True] * 7, ["skew"])
-
-
-@pytest.mark.parametrize("shapes", [[], [(2, 4)], [(2, 8), (2, 4)], [(2, 4), (3, 8)], [(4,), (8,)]])
-async def test_scores_that_do_not_fit_the_grid_are_a_mistake(shapes: list[tuple[int, ...]]) -> None:
-    _, (alice,) = await scouts(1)
-    with pytest.raises(ValueError, match=r"do not fit ffn\[4 x 8\]"):
-        await alice.directory.best(GRID, [np.zeros(shape, np.float32) for shape in shapes], 1)
 
 
 async def test_two_hosts_announce_a_row_and_others_replace_them_before_their_records_expire() -> None:

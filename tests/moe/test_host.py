@@ -298,22 +298,18 @@ def test_a_swarm_has_one_host_of_a_prefix_and_one_folder(run: Run, tmp_path: Pat
     runtime.close()
 
 
-def test_experts_that_ship_know_their_samples_and_others_need_sample() -> None:
-    assert plan_host(GRID, lambda: FeedForward(8)).sample == (8,)
-    assert plan_host(GRID, lambda: TransformerBlock(8, 2)).sample == (-1, 8)
-    with pytest.raises(ValueError, match=r"unknown samples of Linear\. Say sample=\(512,\)"):
-        plan_host(GRID, lambda: nn.Linear(4, 4))
-
-
 def test_the_count_follows_from_memory_and_leaves_room_for_experts_of_dead_hosts() -> None:
     plan = plan_host(Grid("ffn", (4, 4)), make)
-    assert (plan.count, plan.capacity) == (12, 16)
+    assert (plan.count, plan.capacity, plan.sample) == (12, 16, (4,)), "its samples are those of its module"
     why = "hosting 12 experts, and up to 16 when other hosts die; 16 of ffn[4 x 4] fit"
     assert plan.arithmetic.startswith(why)
     plan = plan_host(Grid("ffn", (4, 4)), make, count=3)
     assert (plan.count, plan.capacity) == (3, 7)
-    plan = plan_host(GRID, make, count=["ffn.0.1", "ffn.1.1"])
+    plan = plan_host(GRID, lambda: TransformerBlock(8, 2), count=["ffn.0.1", "ffn.1.1"])
     assert (plan.count, plan.capacity, plan.uids) == (2, 2, ("ffn.0.1", "ffn.1.1"))
+    assert plan.sample == (-1, 8)
+    with pytest.raises(ValueError, match=r"unknown samples of Linear\. Say sample=\(512,\)"):
+        plan_host(GRID, lambda: nn.Linear(4, 4))
 
 
 IMPOSSIBLE: list[dict[str, Any]] = [
