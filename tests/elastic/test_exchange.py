@@ -157,6 +157,7 @@ async def test_a_member_that_lies_is_dropped_and_the_step_continues() -> None:
     assert honest.finished is not None and honest.finished[1].lost == (1,)
     honest.ledger.check_invariants()
     await liar.wait(lambda: 0 in liar.lost)
+    assert len(group.events.recent(PeerLeft)) == 2, "each has lost the other, once"
     await group.close()
 
 
