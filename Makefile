@@ -91,10 +91,9 @@ docs: $(VENV)/installed
 map: $(VENV)/installed
 	$(BIN)/python -m tests.architecture_map
 
-# The pictures in README and swarm.ipynb: today's panel in JupyterLab (needs chromium), and the curves.
+# The pictures in README: today's panel in JupyterLab (needs chromium), and the curves.
 picture: $(VENV)/installed
 	$(BIN)/python -m tests.browser.picture
-	$(BIN)/python -m tests.browser.first_outputs
 	$(BIN)/python -m tests.readme.proof
 
 bench: $(VENV)/installed

@@ -162,7 +162,7 @@ class ExpertError(PeerError):
     Cause: the expert's host left or is busy, or the expert computed values that are not finite.
 
     Fix: a mixture continues with those that answer. Wait until a peer takes the expert over, or
-    host it: swarm.host_experts(…).
+    host it: swarm.experts.host(…).
 
     Attributes:
         retry_s: a busy host's hint when to call again; None if it is not busy.
@@ -246,8 +246,8 @@ class NoExpertsError(SwarmError, LookupError):
 
     Cause: no peer hosts experts of this name, all their hosts have left, or prefix or grid differ from the hosts'.
 
-    Fix: compare prefix and grid with the hosts', or host some: swarm.host_experts("ffn", make, grid=(4, 4)). If
-    they are away for a moment, try the batch again, as swarm.trainer(…) does.
+    Fix: compare prefix and grid with the hosts', or host some: swarm.experts.host("ffn", make, grid=(4, 4)). If
+    they are away for a moment, try the batch again, as swarm.experts.trainer(…) does.
     """
 
 

@@ -108,7 +108,7 @@ def test_objects_returned_by_a_swarm_have_reprs(capsys: pytest.CaptureFixture[st
     with cs.create("reprs", options=cs.NetworkOptions(lan=False)) as swarm:
         model = torch.nn.Linear(2, 2)
         optimizer = swarm.optimizer(torch.optim.SGD(model.parameters(), 0.1), target_batch_size=64)
-        layer = swarm.mixture_of_experts("ffn", 4, grid=(2, 2), k=2)
+        layer = swarm.experts.mixture("ffn", 4, grid=(2, 2), k=2)
         handed: list[Any] = [swarm, optimizer, swarm.contributions(), layer, swarm.invite()]
         for one in handed:
             assert not re.search(r"object at 0x|ws://", repr(one))

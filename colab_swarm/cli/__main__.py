@@ -341,14 +341,14 @@ def reduce(
     send_hf_token: SendToken = False,
 ) -> None:
     with _joined(invite, peer_name, network, output, send_hf_token) as swarm:
-        swarm.serve_as_reducer()
+        swarm.reduce()
         _stay(swarm, output, {"reached": str(swarm.reachability)}, hours=hours)
 
 
 @command(
     "join a run and train the recipe's ALBERT in it",
     "train-albert 'swarm://…'",
-    "train-albert 'swarm://…' --size large --compression int8",
+    "train-albert 'swarm://…' --size large --communication int8",
 )
 def train_albert(
     invite: Invitation,
@@ -362,14 +362,13 @@ def train_albert(
     target_batch_size: int = Option(256, help="samples per global step, all peers"),
     batch_size: int = Option(16, help="samples of one micro-batch"),
     lr: float = Option(1e-2, help="LAMB learning rate"),
-    compression: str = Option("float32", help="float16, int8, adaptive, sparseloco, topk:0.01 …"),
-    overlap: bool = Option(False, "--overlap", help="compute during an averaging round"),
-    local_steps: int = Option(1, help="local steps from one round to the next"),
+    communication: str = Option(
+        "synchronous", help="float16, int8, diloco, sparseloco, or auto: as the others"
+    ),
     peer_name: PeerName = "",
     send_hf_token: SendToken = False,
 ) -> None:
     from colab_swarm.recipes.masked_lm import albert, parameter_groups
-    from colab_swarm.training.communication import Communication
     from colab_swarm.training.layerwise import Lamb
 
     until = time.monotonic() + 3600 * (hours or MAX_HOURS)
@@ -381,8 +380,7 @@ def train_albert(
             "tokenizer": "",
             "language": "",
             "target_batch_size": target_batch_size,
-            "compression": compression,
-            "local_steps": local_steps,
+            "communication": communication,
             **swarm.settings,
         }
         model, batches = albert(
@@ -398,9 +396,7 @@ def train_albert(
                 Lamb(parameter_groups(model), lr=lr),
                 target_batch_size=alike["target_batch_size"],
                 max_grad_norm=1.0,
-                communication=Communication(
-                    alike["compression"], overlap=overlap, local_steps=alike["local_steps"]
-                ),
+                communication=alike["communication"],
             )
         except MismatchError as error:
             raise MismatchError(f"{error}. {ALBERT_ONLY}") from error
@@ -471,7 +467,7 @@ def experts(
     rule = ExpertRule(partial(torch.optim.Adam, lr=lr), max_grad_norm=1.0)
     sides = [int(side) for side in grid.split("x")]
     with _joined(invite, peer_name, network, output, send_hf_token) as swarm:
-        host = swarm.host_experts(prefix, make, rule=rule, grid=sides, count=count, **_given(folder=folder))
+        host = swarm.experts.host(prefix, make, rule=rule, grid=sides, count=count, **_given(folder=folder))
         facts = {"hosting": " ".join(host.uids), "memory": host.arithmetic}
         _stay(swarm, output, facts, hours=hours)
 
@@ -546,7 +542,7 @@ def volunteer(
     until = time.monotonic() + 3600 * (hours or MAX_HOURS)
     options = _given(folder=folder, device=device)
     volunteering = train_units(
-        link, trust_code=trust_code, units=units, name=peer_name, accept_terms=output.consent, **options
+        link, trust_code=trust_code, units=units, peer_name=peer_name, accept_terms=output.consent, **options
     )
 
     def report_state(event: str) -> None:
@@ -560,7 +556,7 @@ def volunteer(
                 reported_at = time.monotonic()
                 report_state("status")
     finally:
-        volunteering.stop()
+        volunteering.close()
         report_state("finished")
 
 

@@ -74,7 +74,7 @@ class Buckets:
             not shapes,
             f"{len(shapes)} of {len(self._starts)} parameters got no gradient, such as one of shape {shapes[:1]}: call "
             "loss.backward() before each step(), and freeze what the loss does not use before "
-            "swarm.elastic_optimizer(…), or use swarm.optimizer(…)",
+            "swarm.elastic.optimizer(…), or use swarm.optimizer(…)",
             NoGradientError,
         )
 
@@ -120,7 +120,7 @@ class Buckets:
             if gradient is None:
                 raise RuntimeError(
                     f"a parameter of shape {tuple(parameter.shape)} was frozen between the forward pass and "
-                    "backward(): freeze parameters before swarm.elastic_optimizer(…), and make a new one to change "
+                    "backward(): freeze parameters before swarm.elastic.optimizer(…), and make a new one to change "
                     "which are trained"
                 )
             self._take(parameter, reals(gradient.detach().to_dense()))
@@ -150,7 +150,7 @@ class ElasticOptimizer(WrappedOptimizer):
     be changed before `step`, as they are sent by then: neither clipped nor divided by a GradScaler.
     """
 
-    made_by = "swarm.elastic_optimizer(…)"
+    made_by = "swarm.elastic.optimizer(…)"
     # So that a GradScaler calls `step`, which refuses it, also where a gradient overflows.
     _step_supports_amp_scaling = True
 
@@ -161,7 +161,7 @@ class ElasticOptimizer(WrappedOptimizer):
         settings: ElasticSettings,
         services: PeerServices,
     ) -> None:
-        """Use `Swarm.elastic_optimizer`."""
+        """Use `Swarm.elastic`."""
         self._runtime = runtime
         self._settings = settings
         self._services = services
@@ -231,7 +231,7 @@ class ElasticOptimizer(WrappedOptimizer):
         require(closure is None, "a closure cannot be re-run by all peers: call loss.backward(), then step()")
         require(
             not self._closed,
-            "this optimizer has left its group: create a new one with swarm.elastic_optimizer(…)",
+            "this optimizer has left its group: create a new one with swarm.elastic.optimizer(…)",
             RuntimeError,
         )
         require(

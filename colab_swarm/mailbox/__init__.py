@@ -30,15 +30,15 @@ def rounds_for(services: PeerServices, settings: TrainingSettings) -> Callable[.
 
 
 def communication_for(
-    wish: Communication | Plan | str, runtime: Runner, services: PeerServices, prefix: str
+    choice: Communication | Plan | str, runtime: Runner, services: PeerServices, prefix: str
 ) -> Communication:
     """Return how to communicate; for "auto", as the peers of this model have agreed on, or as is usual in this run.
 
     They did so by their records, or by the bucket's card, which `Swarm.optimizer` checks later. Call
     it from the user's thread, as it may need secrets. Raises ValueError if there is no such way.
     """
-    if wish != "auto":
-        return Communication.of(wish)
+    if choice != "auto":
+        return Communication.of(choice)
     if services.mailbox:
         statements = Statements(Bucket(services.mailbox, prefix), prefix, services.peers.role_by)
         card = runtime.call(statements.card())

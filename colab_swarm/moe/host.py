@@ -9,7 +9,7 @@ import asyncio
 import logging
 import tempfile
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence, Set
+from collections.abc import Callable, Iterable, Set
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -17,16 +17,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from colab_swarm.dht.service import RunServices
 from colab_swarm.errors import PeerError, StateError, require
 from colab_swarm.events import ExpertHosted, Fault, Notice
-from colab_swarm.moe.calls import ExpertCalls, ExpertServer, ExpertStatistics
+from colab_swarm.moe.calls import ExpertServer, ExpertStatistics
 from colab_swarm.moe.directory import Directory
-from colab_swarm.moe.expert import Expert, HostPlan, dtype_named, kinds_of, plan_host
+from colab_swarm.moe.expert import Expert, HostPlan, dtype_named, kinds_of
 from colab_swarm.moe.grid import ExpertInfo, Grid
-from colab_swarm.moe.layer import MixtureOfExperts, RemoteExpert
 from colab_swarm.moe.saves import ExpertSaves, ReplicaStore, SavePlace
 from colab_swarm.net.peers import PeerId, short
 from colab_swarm.runtime import BackgroundTasks, Runner, loop_now, on_loop
@@ -64,7 +62,7 @@ class HostResources:
 
 
 class ExpertHost(AbstractContextManager["ExpertHost"]):
-    """Experts of one kind on this peer, served in the background until `stop`. Made by `Swarm.host_experts`."""
+    """Experts of one kind on this peer, served in the background until `close`. Made by `Swarm.experts`."""
 
     def __init__(
         self, runtime: Runner, resources: HostResources, plan: HostPlan, show: "Callable[[ExpertHost], Any]"
@@ -110,11 +108,11 @@ class ExpertHost(AbstractContextManager["ExpertHost"]):
         """Serve for ``seconds``; an interrupt ends the wait and not the serving."""
         self._runtime.call(asyncio.sleep(seconds))
 
-    def stop(self) -> None:
+    def close(self) -> None:
         """Withdraw the experts, save them a last time and stop serving them. Idempotent."""
         if not self.stopped:
             self.stopped = True
-            self._runtime.call(self.close())
+            self._runtime.call(self.withdraw())
 
     def kill(self) -> list[asyncio.Task[Any]]:
         """End as a killed process would; return the tasks that are ending. For simulated crashes, on the loop."""
@@ -123,7 +121,7 @@ class ExpertHost(AbstractContextManager["ExpertHost"]):
         return self._tasks.cancel()
 
     def __exit__(self, *_: object) -> None:
-        self.stop()
+        self.close()
 
     def __repr__(self) -> str:
         if self.stopped:
@@ -139,12 +137,12 @@ class ExpertHost(AbstractContextManager["ExpertHost"]):
             await self._take(plan.count, self._here())
             await self._fill(plan.count)
         except BaseException:  # a cancel included: the names must be free again
-            await self.close()
+            await self.withdraw()
             raise
         self._tasks.every(plan.save_s, self.save_changed, rest=REST)
         self._tasks.every(plan.takeover_s, lambda: self._fill(plan.capacity), rest=REST)
 
-    async def close(self) -> None:
+    async def withdraw(self) -> None:
         await asyncio.gather(*self._tasks.cancel(), return_exceptions=True)
         uids = [*self.experts]
         await self._directory.withdraw(self.grid, uids)
@@ -353,109 +351,3 @@ class ExpertsWatch:
             share = grown[info.uid] / total if total else None
             mine = info.host.id == self.me
             self._live.append(LiveExpert(info.uid, short(info.host.id), mine, info.step, share))
-
-
-@dataclass(eq=False)
-class SwarmExperts:
-    """A swarm's experts: one directory, at most one host per prefix, and all layers and panels.
-
-    ``show`` makes a panel from a function that takes a snapshot, its button's action, and whether
-    that stops a host. `host`, `mixture`, `remote` and `panel` do as the methods of `Swarm`.
-    """
-
-    runtime: Runner
-    services: RunServices
-    show: Callable[[Callable[[], ExpertsSnapshot], Callable[[], None], bool], Any]
-
-    def __post_init__(self) -> None:
-        self._directory = self.runtime.call(on_loop(partial(Directory, self.services)))
-        self._resources: HostResources | None = None
-        self._hosts: dict[str, ExpertHost] = {}  # by prefix
-        self._watches: dict[Grid, ExpertsWatch] = {}
-
-    def host(
-        self,
-        prefix: str,
-        shape: Sequence[int],
-        make_expert: Callable[[], nn.Module],
-        *,
-        folder: str | Path | None = None,
-        **settings: Any,
-    ) -> ExpertHost:
-        """Host experts; an earlier host of the prefix is stopped."""
-        grid = Grid(prefix, tuple(map(int, shape)))
-        plan = plan_host(grid, make_expert, **settings)
-        if grid.prefix in self._hosts:
-            self._hosts.pop(grid.prefix).stop()
-        where = None if folder is None else Path(folder)
-        if self._resources is None:
-            make = partial(HostResources, self.services, self._directory, where)
-            self._resources = self.runtime.call(on_loop(make))
-            self.runtime.call(self._resources.saves.start())
-        elif where not in (None, self._resources.folder):
-            raise ValueError(
-                f"this peer saves experts in {self._resources.folder}: omit folder=, or leave the swarm first"
-            )
-        if settings.get("count") is None:
-            print(plan.arithmetic)
-        host = ExpertHost(self.runtime, self._resources, plan, self._panel)
-        self.runtime.call(host.start())
-        self._hosts[grid.prefix] = host
-        return host
-
-    def mixture(
-        self,
-        prefix: str,
-        shape: Sequence[int],
-        dim: int,
-        *,
-        compression: str = "float32",
-        timeout_s: float = 30.0,
-        **settings: Any,
-    ) -> MixtureOfExperts:
-        calls = self._calls(compression, timeout_s)
-        return MixtureOfExperts(calls, Grid(prefix, tuple(map(int, shape))), dim, **settings)
-
-    def remote(self, uid: str, shape: Sequence[int], *, compression: str, timeout_s: float) -> RemoteExpert:
-        grid = Grid(uid.rsplit(".", len(shape))[0], tuple(map(int, shape)))
-        return RemoteExpert(self._calls(compression, timeout_s), grid, uid)
-
-    def panel(self, prefix: str, shape: Sequence[int], leave: Callable[[], None]) -> Any:
-        return self.show(self.watch(Grid(prefix, tuple(map(int, shape)))).snapshot, leave, False)
-
-    def _panel(self, host: ExpertHost) -> Any:
-        def read() -> ExpertsSnapshot:
-            snapshot = self.watch(host.grid).snapshot()
-            return replace(snapshot, over=snapshot.over or host.stopped)
-
-        return self.show(read, host.stop, True)
-
-    def watch(self, grid: Grid) -> ExpertsWatch:
-        if grid not in self._watches:
-            self._watches[grid] = ExpertsWatch(
-                self.runtime,
-                self.services.peers.id,
-                self._directory,
-                grid,
-                lambda: {} if self._resources is None else self._resources.server.statistics(),
-            )
-        return self._watches[grid]
-
-    def close(self) -> None:
-        for watch in self._watches.values():
-            watch.close()
-        for host in self._hosts.values():
-            host.stop()
-        self._hosts.clear()
-        if self._resources is not None:
-            self.runtime.call(self._resources.close())
-        self.runtime.call(self._directory.close())
-
-    def kill(self) -> None:
-        """End as a killed process would. For simulated crashes, on the runtime's loop."""
-        for host in self._hosts.values():
-            host.kill()
-
-    def _calls(self, compression: str, timeout_s: float) -> ExpertCalls:
-        peers = self.services.peers
-        return ExpertCalls(peers, self._directory, self.runtime, codec=compression, timeout_s=timeout_s)

@@ -292,7 +292,7 @@ class _Batch:
         if not self.answered_BK.any():
             raise NoExpertsError(
                 f"no expert of {self._grid} answered this batch of {len(rows)} ({self._fault}): "
-                "try it again when their hosts are back, as swarm.trainer(…) does"
+                "try it again when their hosts are back, as swarm.experts.trainer(…) does"
             )
         if len(rows):
             logger.warning("%d samples pass %s unchanged: %s", len(rows), self._grid, self._fault)

@@ -24,7 +24,7 @@ A view has its own style sheet (`colab_swarm.notebook.theme`): light and dark, n
 | call | while |
 |---|---|
 | `swarm.panel()` as the last value of a cell | no cell runs: the browser asks each second; *Auto-refresh* ends it |
-| `swarm.watch()` | its cell runs; ■ stops the watching, not the peer |
+| `swarm.panel().watch()` | its cell runs; ■ stops the watching, not the peer |
 | `panel.tick()` after each batch | your training loop runs; draws at most four times a second |
 
 Without a front-end (`jupyter execute`, a terminal, `TERM=dumb`) the panel prints a line each 10 s,
@@ -37,10 +37,10 @@ and all pages at the end. Characters that the terminal cannot show are replaced.
 | `swarm.panel()`, page *swarm* | step, ETA, loss, speeds, peers, contributions, log | `panel`, `views` |
 | page *rounds* | when each member sent and returned what, or why it was dropped; the last 20 rounds | `views` |
 | page *map* | this peer's links, wider if faster; dashed through a relay | `views` |
-| `swarm.experts_panel(prefix, grid=…)` | live experts, their use, their hosts; your own | `meters` |
+| `swarm.experts.panel(prefix, grid=…)` | live experts, their use, their hosts; your own | `meters` |
 | `coordinator.panel()`, `volunteer.panel()` | units, volunteers, accuracy | `units_view` |
 | web page of a backbone or coordinator | the panel of each model, or of the job; `/status.json`, `/metrics` | `page` |
-| `swarm.consistency_meter()` | inconsistency of an elastic peer, beside its bound | `meters` |
+| `swarm.elastic.meter()` | inconsistency of an elastic peer, beside its bound | `meters` |
 | `cs.doctor(…)` | traffic lights, each with its fix; by `step=…` the cost of a step | `colab_swarm.swarm.doctor` |
 | `cs.join()` without an invitation | runs in the local network | `invitation` |
 | `swarm.invite()` | the text, a QR code, badges | `invitation` |

@@ -66,13 +66,13 @@ class Connection:
             style=style,
             layout=layout,
         )
-        consent = f"{here.terms} {_CONSENT}"
-        if not here.tunnels_if:
-            consent += f" {_TUNNELS}"
-        consents = [ipywidgets.HBox([self._agreed, ipywidgets.HTML(_lines(consent))])]
+        tunnels = f"{here.tunnels_if}. {_TUNNELS}" if here.tunnels_if else _TUNNELS
+        consents = [
+            ipywidgets.HBox([self._agreed, ipywidgets.HTML(_lines(f"{here.terms} {_CONSENT}"))]),
+            ipywidgets.HBox([self._tunnels, ipywidgets.HTML(_lines(tunnels))]),
+        ]
         if here.tunnels_if:
-            tunnels = ipywidgets.HTML(_lines(f"{here.tunnels_if}. {_TUNNELS}"))
-            consents += [ipywidgets.HBox([self._tunnels, tunnels]), self._token]
+            consents.append(self._token)
         # shown, and ticked, for one invitation only
         self._send_token = ipywidgets.Checkbox(indent=False, layout={"width": "auto"})
         self._token_consent = ipywidgets.HBox([self._send_token, ipywidgets.HTML(_lines(_SEND_TOKEN))])
@@ -128,14 +128,15 @@ class Connection:
 
     def _read(self) -> Entries:
         """Return the entries, and empty the token's field, because a saved notebook must not hold it."""
-        text = "read the terms, and tick the box if they allow this"
-        require(self._agreed.value or not self._here.must_agree, text)
+        text = "tick the first box: “I may use this machine for a swarm”"
+        if self._here.must_agree:
+            text = "read the terms, and tick the first box if they allow this"
+        require(self._agreed.value, text)
         token = Secret(self._token.value.strip())
         text = f"ngrok opens only if you tick the second box: “{self._here.tunnels_if}”"
         require(self._tunnels.value or not token, text)
-        consent: Consent = self._agreed.value
-        if self._tunnels.value:
-            consent = "tunnels"
+        # on a machine of one's own, plain consent would open relays and tunnels too
+        consent: Consent = "tunnels" if self._tunnels.value else self._here.must_agree
         self._token.value = ""
         return Entries(
             self._invitation.value, self._name.value.strip(), consent, token, self._send_token.value

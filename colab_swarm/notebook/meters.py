@@ -46,7 +46,7 @@ def draw_experts(snapshot: "ExpertsSnapshot") -> theme.Document:
         document.warn(f"the last lookup failed and is retried: {snapshot.fault}")
     none_lives = snapshot.listed and not snapshot.live
     if none_lives and not snapshot.over:
-        document.warn("no expert lives: host some with swarm.host_experts(…) or check prefix and grid")
+        document.warn("no expert lives: host some with swarm.experts.host(…) or check prefix and grid")
     if snapshot.left_out:
         names = ", ".join(snapshot.left_out[:_MAX_NAMED])
         if len(snapshot.left_out) > _MAX_NAMED:

@@ -279,8 +279,8 @@ class Panel(Generic[S]):
         try:
             self._watch_until(end, every_s)
         except KeyboardInterrupt:
-            method = self._views.leave[0].split()[0].lower()
-            _print(f"Stopped watching; the {self._views.who} continues. {method}() stops it.")
+            method = "leave" if self._views.leave[0].startswith("Leave") else "close"
+            _print(f"Stopped watching; the {self._views.who} continues. {method}() ends it.")
         if self._box is None:
             snapshot = self._read()
             pages = [self._draw(page, snapshot).text() for page in self._pages.values()]

@@ -7,6 +7,7 @@ other kinds are of `colab_swarm.events`. A thread writes, and a kill tears at mo
 import logging
 import threading
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -67,7 +68,7 @@ def _decoded(line: bytes) -> _Item:
         raise ValueError(str(error)) from error
 
 
-class Recorder:
+class Recorder(AbstractContextManager["Recorder"]):
     """Writes a peer's events to a file until it is closed or full. Never raises once it runs.
 
     An older recording is continued; another file is a ValueError. ``names`` are by short id.
@@ -132,6 +133,9 @@ class Recorder:
         if self._file.tell() + len(line) > MAX_BYTES:
             raise OSError(f"it has reached its limit of {size(MAX_BYTES)}")
         self._file.write(line)
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def close(self) -> None:
         self._stop_listening()

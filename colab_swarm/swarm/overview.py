@@ -8,10 +8,12 @@ import logging
 import statistics
 import threading
 from collections import defaultdict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Generic, TypeAlias, TypeVar
+
+import msgspec
 
 from colab_swarm.errors import require
 from colab_swarm.events import (
@@ -302,23 +304,21 @@ class Overview:
     def _contributions(self, now: float) -> tuple[ContributionRow, ...]:
         """Return the rows of the leaderboard; meanwhile this peer's own counts of its rounds."""
         reading = None if self._leaderboard is None else self._leaderboard.look(now)
-        confirmed = {contribution.peer.hex(): contribution for contribution in reading or ()}
-        own_counts = dict(self._samples)
-        me = self._services.peers.id.hex()
         rows = []
-        for peer in confirmed.keys() | own_counts.keys():
-            short_id = peer[:8]
-            name = self._names.get(short_id, f"peer-{short_id}")
-            if peer == me:
-                name = self._name
-            samples = own_counts.get(peer, 0.0)
-            reduced_bytes = 0.0
-            if peer in confirmed:
-                samples = max(samples, confirmed[peer].samples)
-                reduced_bytes = confirmed[peer].reduced_bytes
-            rows.append(ContributionRow(name, short_id, samples, reduced_bytes, peer == me))
-        rows.sort(key=lambda row: -row.samples)
-        return tuple(rows[:_MAX_CONTRIBUTIONS])
+        for one in self.with_own_counts(reading or ())[:_MAX_CONTRIBUTIONS]:
+            me = one.peer == self._services.peers.id
+            name = self._name if me else self._names.get(short(one.peer), f"peer-{short(one.peer)}")
+            rows.append(ContributionRow(name, short(one.peer), one.samples, one.reduced_bytes, me))
+        return tuple(rows)
+
+    def with_own_counts(self, told: Iterable[Contribution]) -> tuple[Contribution, ...]:
+        """Return what was told, with at least the samples of the rounds that this peer was in; most samples first."""
+        by_peer = {one.peer: one for one in told}
+        for peer_hex, samples in dict(self._samples).items():
+            peer = PeerId(bytes.fromhex(peer_hex))
+            known = by_peer.get(peer, Contribution(peer))
+            by_peer[peer] = msgspec.structs.replace(known, samples=max(known.samples, samples))
+        return tuple(sorted(by_peer.values(), key=lambda one: -one.samples))
 
 
 def _last_share(rounds: Sequence[RoundFinished], me: str) -> float | None:

@@ -2,9 +2,10 @@
 
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from colab_swarm.errors import require
+from colab_swarm.errors import SwarmError, require
 from colab_swarm.events import Event, Notice, PeerJoined, PeerLeft, Waited
 from colab_swarm.markup import count, plain
 from colab_swarm.net.peers import PeerId
@@ -49,7 +50,8 @@ class ScriptLines:
     """Prints the lines on the user's thread: after each batch, and while that thread waits for a round.
 
     ``overview`` has the log of this peer; None in a simulation, which prints steps only, with the peer's ``name``.
-    ``every_s``: least seconds from one step's line to the next, by the clock ``now``.
+    ``every_s``: least seconds from one step's line to the next, by the clock ``now``. ``creator``: when that peer is
+    away, ``invite`` makes an invitation that others can still use.
     """
 
     def __init__(
@@ -60,6 +62,8 @@ class ScriptLines:
         *,
         name: str,
         every_s: float,
+        creator: PeerId | None = None,
+        invite: Callable[[], object] = str,
     ) -> None:
         text = f"log_every_s={every_s!r}: pass seconds, such as 10"
         require(isinstance(every_s, int | float) and every_s >= 0, text)
@@ -73,6 +77,10 @@ class ScriptLines:
         self._printed_at = float("-inf")
         self._looked_at = float("-inf")
         self._told: Waited | None = None  # the long wait that has its line
+        self._creator = creator
+        self._invite = invite
+        self._with_creator = False
+        self._creator_left = False
 
     def tick(self) -> None:
         """Print the lines of events, at most four times a second."""
@@ -92,6 +100,8 @@ class ScriptLines:
         there = {peer: record.name for peer, record in view.there.items() if peer != view.me}
         for line in self._attendance.look(there):
             _say(line)
+        self._creator_left |= self._with_creator and self._creator not in there
+        self._with_creator = self._creator in there
         wait = self._overview.silent
         if (
             wait is not None
@@ -110,6 +120,9 @@ class ScriptLines:
     def on_batch(self, max_steps: int) -> None:
         """Print what happened, and the step's line if one is due."""
         self.tick()
+        if self._creator_left:
+            self._creator_left = False
+            self._say_invitation()
         step = self._optimizer.global_step
         now = self._now()
         is_due = step > self._printed_step and now - self._printed_at >= self._every_s
@@ -118,6 +131,11 @@ class ScriptLines:
             self._printed_step = step
             self._printed_at = now
             print(self._prefix + _step_line(self._optimizer, step, max_steps), flush=True)
+
+    def _say_invitation(self) -> None:
+        # without a peer that others can reach there is none
+        with suppress(SwarmError, PermissionError):
+            _say(f"who created the run is away; new friends can join by {self._invite()}", 2000)
 
     def on_end(self, max_steps: int) -> None:
         pass
@@ -169,9 +187,9 @@ def done_line(step: int, max_steps: int) -> str:
     return f"step {step} of {max_steps} is done: raise max_steps to train on"
 
 
-def _say(line: str) -> None:
+def _say(line: str, limit: int = 400) -> None:
     """Print a line, which has names and words of peers: they must not control a terminal."""
-    print(plain(line, 400), flush=True)
+    print(plain(line, limit), flush=True)
 
 
 def _is_news(event: Event) -> bool:

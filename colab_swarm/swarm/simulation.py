@@ -200,7 +200,7 @@ class Simulation(AbstractContextManager["Simulation"]):
         text = f"speed={speed}, seconds={seconds}: both must be above 0"
         require(speed > 0 and (seconds is None or seconds > 0), text)
         if InteractiveRun.running is not None:
-            InteractiveRun.running.stop()
+            InteractiveRun.running.close()
         lesson = InteractiveRun(self, math.inf if seconds is None else self.time + seconds, speed)
         if live is None:
             live = has_frontend()
@@ -219,7 +219,7 @@ class Simulation(AbstractContextManager["Simulation"]):
 
     def _stop_lesson(self) -> None:
         if self._lesson is not None:
-            self._lesson.stop()
+            self._lesson.close()
             self._lesson = None
 
     def begin(self, train: Callable[[Swarm], object]) -> None:
@@ -355,7 +355,7 @@ class InteractiveRun:
         controls = lessons.LessonControls(self.snapshot(), self.inject, self.step, choose_speed)
         self._panel = Panel(
             lambda: controls.update(self.snapshot()),
-            self.stop,
+            self.close,
             views=lessons.LESSON,
             pause=self.pause,
             controls=lambda: controls.rows,
@@ -391,7 +391,7 @@ class InteractiveRun:
         self._single_steps += round(1 / _SLICE_S)
         self._wake.set()
 
-    def stop(self) -> None:
+    def close(self) -> None:
         self._stopping = True
         self._wake.set()
         while not self._over.wait(POLL_S):

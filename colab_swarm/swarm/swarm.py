@@ -4,20 +4,19 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import TYPE_CHECKING, Any
 
-from colab_swarm.elastic.steps import ElasticSettings, ElasticSnapshot
 from colab_swarm.errors import JoinError, require
 from colab_swarm.invite import Setting
 from colab_swarm.markup import count
+from colab_swarm.net.identity import id_of
 from colab_swarm.net.peers import Contact, PeerId, Role, short
 from colab_swarm.net.reachability import Reachability, ReachabilityLevel
 from colab_swarm.notebook.explanation import shorten_interrupts
 from colab_swarm.notebook.invitation import Invitation
-from colab_swarm.notebook.meters import ELASTIC_VIEWS, show_experts
 from colab_swarm.notebook.panel import Panel
 from colab_swarm.notebook.platforms import has_frontend, in_notebook, platform, ways_out
 from colab_swarm.notebook.recorder import Header, Recorder
@@ -30,24 +29,19 @@ from colab_swarm.swarm.overview import Overview
 from colab_swarm.training.assistant import Assistant
 from colab_swarm.training.communication import Communication, Plan, plan_communication
 from colab_swarm.training.settings import PeerServices, TrainingSettings, settings_for, spell_out
-from colab_swarm.trust.contributions import Leaderboard
+from colab_swarm.trust.contributions import Contribution, Leaderboard
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from torch import nn
     from torch.optim import Optimizer
     from torch.optim.lr_scheduler import LRScheduler
 
-    from colab_swarm.elastic.optimizer import ElasticOptimizer
-    from colab_swarm.moe.expert import ExpertRule
-    from colab_swarm.moe.host import ExpertHost, ExpertsSnapshot, SwarmExperts
-    from colab_swarm.moe.layer import MixtureOfExperts, RemoteExpert
-    from colab_swarm.moe.trainer import AsyncTrainer
     from colab_swarm.notebook.try_model import ModelProbe, TryModel
     from colab_swarm.snapshot import SwarmSnapshot
+    from colab_swarm.swarm.elastic import SwarmElastic
+    from colab_swarm.swarm.experts import SwarmExperts
+    from colab_swarm.swarm.work import SwarmWork
     from colab_swarm.training.optimizer import SwarmOptimizer
-    from colab_swarm.workunits.coordinator import Coordinator, CoordinatorOptions
-    from colab_swarm.workunits.job import Job
-    from colab_swarm.workunits.volunteering import Volunteer
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +58,8 @@ class Swarm(contextlib.AbstractContextManager["Swarm"]):
         is_owner: True if this peer created the run.
         settings: training settings of the invitation, such as ``{"target_batch_size": 4096}``.
         events: everything that happens to this peer, as typed events.
-        optimizers, elastic: this peer's optimizers by the model's name; the newest is the last.
+        optimizers: this peer's optimizers by the model's name; the newest is the last.
+        experts, elastic, work: what this peer does beside data-parallel training.
         assistant: its help to others as a reducer, or None.
         network: its session on the real network; None in a simulation.
         page: ``https://HOST`` where a browser sees how to join, for new invitations; empty if none does.
@@ -91,7 +86,6 @@ class Swarm(contextlib.AbstractContextManager["Swarm"]):
             self.settings = dict(invitation.settings)
             self._role = invitation.role
         self.optimizers: dict[str, SwarmOptimizer] = {}
-        self.elastic: dict[str, ElasticOptimizer] = {}
         self.assistant: Assistant | None = None
         contributions = None if network is None else network.trust.contributions
         self._overview = Overview(runtime, services, name, self.optimizers, contributions)
@@ -178,13 +172,13 @@ class Swarm(contextlib.AbstractContextManager["Swarm"]):
     def contributions(self) -> Leaderboard:
         """Return each peer's contribution, as this peer saw it and linked peers tell it, most samples first.
 
-        It asks them now. No peer credits itself.
+        It asks them now. Samples of the rounds that this peer was in count at once.
         """
         names = {**self._overview.names(), short(self.id): self.name}
-        if self.network is None:
-            return Leaderboard((), names, self.id)
-        rows = self.runtime.call(self.network.trust.contributions.read())
-        return Leaderboard(rows, names, self.id)
+        told: tuple[Contribution, ...] = ()
+        if self.network is not None:
+            told = self.runtime.call(self.network.trust.contributions.read())
+        return Leaderboard(self._overview.with_own_counts(told), names, self.id)
 
     @spell_out(TrainingSettings)
     def optimizer(
@@ -297,171 +291,62 @@ class Swarm(contextlib.AbstractContextManager["Swarm"]):
 
         reader = BatchReader(loader, optimizer, peer=self.id, warn=self._overview.warn)
         overview = None if self.network is None else self._overview
-        lines = ScriptLines(optimizer, overview, self.runtime.time, name=self.name, every_s=log_every_s)
+        invitation = None if self.network is None else self.network.access.invitation
+        creator = None
+        # an open run has none
+        if invitation is not None and invitation.authority:
+            creator = id_of(invitation.authority)
+        lines = ScriptLines(
+            optimizer,
+            overview,
+            self.runtime.time,
+            name=self.name,
+            every_s=log_every_s,
+            creator=creator,
+            invite=self.invite,
+        )
         if overview is not None and has_frontend():
             return reader.read(max_steps, shows=CellView(optimizer, self.panel(), run=self.run))
         self.runtime.while_waiting(lines.tick)
         return reader.read(max_steps, shows=lines)
 
-    def elastic_optimizer(
-        self, optimizer: "Optimizer", *, peers: int, name: str = "model", **options: Any
-    ) -> "ElasticOptimizer":
-        """Let a small group step ``optimizer`` on partial gradients; see `ElasticOptimizer`.
+    @property
+    def experts(self) -> "SwarmExperts":
+        """Hosting experts of a mixture, and layers of them (Learning@home)."""
+        from colab_swarm.swarm.experts import SwarmExperts
 
-        Waits until the group of ``peers`` members, 2 to 16 with this one, is complete. All start
-        from the first member's parameters. ``options``: see `ElasticSettings`; a ValueError if one
-        is not usable or differs from the others', a StateError if the group did not form.
-        """
-        from colab_swarm.elastic.optimizer import ElasticOptimizer
+        self._check()
+        # no cached_property: until Python 3.11 simulated peers would wait for each other at its lock
+        if self._experts is None:
+            self._experts = SwarmExperts(self.runtime, self.services, self._check, self.leave)
+        return self._experts
 
-        self._check(worker=True)
-        prefix = f"{self.run_id}/elastic/{name}"
-        settings = settings_for(self.elastic_optimizer, ElasticSettings, prefix, peers, **options)
-        if name in self.elastic:
-            self.elastic.pop(name).close()
-        trained = ElasticOptimizer(self.runtime, optimizer, settings, self.services)
-        self.elastic[name] = trained
-        return trained
+    @cached_property
+    def elastic(self) -> "SwarmElastic":
+        """Small groups that do not wait for all gradients (Elastic Consistency)."""
+        from colab_swarm.swarm.elastic import SwarmElastic
 
-    def serve_as_reducer(self, name: str | None = None) -> Assistant:
+        return SwarmElastic(self.runtime, self.services, self._check)
+
+    @cached_property
+    def work(self) -> "SwarmWork":
+        """Work units: hand out a job, or train units of another peer's (VC-ASGD)."""
+        from colab_swarm.swarm.work import SwarmWork
+
+        return SwarmWork(self.runtime, self._require_network(), self.name, self._check)
+
+    def reduce(self, name: str | None = None) -> Assistant:
         """Help others train, without torch: organize rounds, reduce, send state to late joiners.
 
         ``name`` is the only model to help with, as given to `optimizer`; None: all of the run.
         """
         self._check()
         if self.assistant is not None:
-            self.assistant.stop()
+            self.assistant.close()
         assistant = Assistant(self.runtime, self.services, self.run_id, name=self.name, collaboration=name)
         self.runtime.call(assistant.start())
         self.assistant = assistant
         return assistant
-
-    def consistency_meter(self, name: str = "model") -> Panel[ElasticSnapshot]:
-        """Return a live view of this elastic member's inconsistency beside its bound."""
-        elastic = self.elastic[name]
-        return Panel(elastic.snapshot, elastic.close, views=ELASTIC_VIEWS)
-
-    def host_experts(
-        self,
-        prefix: str,
-        make_expert: "Callable[[], nn.Module]",
-        *,
-        grid: Sequence[int],
-        count: int | Sequence[str] | None = None,
-        sample: Sequence[int] | None = None,
-        rule: "ExpertRule | None" = None,
-        dtype: str = "auto",
-        devices: str | Sequence[str] = "all",
-        **settings: Any,
-    ) -> "ExpertHost":
-        """Host experts of a mixture on this machine's GPUs or CPU; see `ExpertHost`.
-
-        Experts of dead hosts continue from their last save. A ValueError if a setting is unusable.
-
-        Args:
-            prefix: names the kind of experts.
-            make_expert: returns one: ``lambda: cs.moe.FeedForward(512)``, or any module that keeps
-                the shape (n, *sample).
-            grid: number of experts along each dimension of the grid; the same for all peers.
-            count: how many, or their names (``["ffn.0.3"]``); None: as many as fit.
-            sample: shape of one sample; -1: any length. The experts that ship know theirs.
-            rule: how each expert learns; by default Adam with learning rate 1e-3.
-            dtype: in which experts compute; their weights are float32. "auto": bfloat16, or float16 on a
-                GPU without it, or float32 on the CPU.
-            devices: names such as ``["cuda:0"]``, over which the experts are spread; "all": every GPU.
-            **settings: ``folder`` stores saves for a later session; else only the copies at other
-                peers survive. ``copies``, ``spare``, ``save_s``, ``takeover_s``: see `HostPlan`.
-        """
-        self._check(worker=True)
-        settings |= {"dtype": dtype, "devices": devices}
-        return self._use_experts().host(
-            prefix, grid, make_expert, sample=sample, rule=rule, count=count, **settings
-        )
-
-    def mixture_of_experts(
-        self, prefix: str, dim: int, *, grid: Sequence[int], k: int = 4, **settings: Any
-    ) -> "MixtureOfExperts":
-        """Return a layer (..., dim) -> (..., dim) of the swarm's experts; see `MixtureOfExperts`.
-
-        ``prefix`` and ``grid`` are as given to `host_experts`; ``k`` experts are called per sample.
-        ``settings`` are ``k_min``, ``grace_s``, ``sequences`` of `MixtureOfExperts`; ``compression``,
-        ``timeout_s`` of `ExpertCalls`. A ValueError if unusable.
-        """
-        return self._use_experts().mixture(prefix, grid, dim, k=k, **settings)
-
-    def expert(
-        self, uid: str, *, grid: Sequence[int], compression: str = "float32", timeout_s: float = 30.0
-    ) -> "RemoteExpert":
-        """Return one expert, such as ``ffn.3.7``, as a module; ``backward()`` lets it learn."""
-        return self._use_experts().remote(uid, grid, compression=compression, timeout_s=timeout_s)
-
-    def experts_panel(self, prefix: str, *, grid: Sequence[int]) -> "Panel[ExpertsSnapshot]":
-        """Return a live table of the swarm's experts, their hosts and their use."""
-        panel: Panel[ExpertsSnapshot] = self._use_experts().panel(prefix, grid, self.leave)
-        return panel
-
-    def trainer(
-        self,
-        model: "nn.Module",
-        loss: "Callable[[nn.Module, Any], Tensor]",
-        optimizer: "Optimizer",
-        **settings: Any,
-    ) -> "AsyncTrainer[Any]":
-        """Train with many batches in flight: slow experts delay nothing; see `AsyncTrainer`.
-
-        ``model`` contains mixtures of experts; ``loss`` takes a copy of it and a batch. The
-        optimizer of its own parameters may come from `optimizer`. A RuntimeError in a simulation.
-        """
-        from colab_swarm.moe.trainer import AsyncTrainer
-
-        text = "a simulated peer has one thread: there, write the training loop yourself"
-        require(self.network is not None, text, RuntimeError)
-        return AsyncTrainer(model, loss, optimizer, **settings)
-
-    def _use_experts(self) -> "SwarmExperts":
-        from colab_swarm.moe.host import SwarmExperts
-
-        self._check()
-        if self._experts is None:
-            self._experts = SwarmExperts(self.runtime, self.services, show_experts)
-        return self._experts
-
-    def coordinate(self, job: "Job | str | Path", **options: "Unpack[CoordinatorOptions]") -> "Coordinator":
-        """Hand out a job in work units (VC-ASGD) to peers here and to all who have the link.
-
-        A file may define ``job``. Errors are those of `colab_swarm.workunits.coordinate`.
-        """
-        from colab_swarm.swarm.work import coordinate
-
-        self._check(worker=True)
-        return coordinate(job, self.runtime, self._require_network(), options)
-
-    def volunteer(
-        self,
-        *,
-        job: "Job | None" = None,
-        trust_code: bool = False,
-        units: int = 1,
-        folder: str | Path | None = None,
-        device: str | None = None,
-    ) -> "Volunteer":
-        """Train work units for the swarm's coordinator; see `colab_swarm.workunits.volunteer`.
-
-        A JoinError if no coordinator answers, a ValueError if its code is not trusted yet.
-        """
-        from colab_swarm.swarm.work import volunteer
-
-        self._check(worker=True)
-        return volunteer(
-            self.runtime,
-            self._require_network(),
-            self.name,
-            job=job,
-            trust_code=trust_code,
-            units=units,
-            folder=folder,
-            device=device,
-        )
 
     def panel(self) -> "Panel[SwarmSnapshot]":
         """Return the live view: widgets in a notebook, text elsewhere; always the same object."""
@@ -472,10 +357,6 @@ class Swarm(contextlib.AbstractContextManager["Swarm"]):
         if live:
             self.runtime.while_waiting(self._panel.tick)
         return self._panel
-
-    def watch(self, seconds: float | None = None) -> None:
-        """Show the swarm for ``seconds`` (None: until interrupted); the peer continues."""
-        self.panel().watch(seconds)
 
     def record(self, path: str | Path) -> Recorder:
         """Record events from now on as lines of JSON, which `colab_swarm.replay` draws offline.
@@ -564,12 +445,10 @@ class Swarm(contextlib.AbstractContextManager["Swarm"]):
                 # a paused trainer would wait forever
                 parts.callback(self.services.gate.release)
                 parts.callback(setattr, self, "left", True)
-                if self._experts is not None:
-                    parts.callback(self._experts.close)
+                for part in self._rooms():
+                    parts.callback(part.close)
                 if self.assistant is not None:
-                    parts.callback(self.assistant.stop)
-                for elastic in self.elastic.values():
-                    parts.callback(elastic.close)
+                    parts.callback(self.assistant.close)
                 for optimizer in reversed(self.optimizers.values()):
                     parts.callback(optimizer.close, hand_over_s=hand_over_s)
 
@@ -578,10 +457,14 @@ class Swarm(contextlib.AbstractContextManager["Swarm"]):
         self.left = True
         for optimizer in self.optimizers.values():
             optimizer.rounds.kill()
-        for part in (*self.elastic.values(), self.assistant, self._experts):
+        for part in (*self._rooms(), self.assistant):
             if part is not None:
                 part.kill()
         self.services.dht.kill()
+
+    def _rooms(self) -> "list[SwarmExperts | SwarmElastic]":
+        """Return the parts in use that end with this peer."""
+        return [vars(self)[name] for name in ("_experts", "elastic") if vars(self).get(name)]
 
     def _check(self, *, worker: bool = False) -> None:
         text = "this peer has left its swarm: cs.join(state_dir=…) or a new invitation brings it back"

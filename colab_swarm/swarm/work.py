@@ -1,6 +1,8 @@
-"""Work units among the peers of a run: hand a job out, or train units of another peer's job."""
+"""`Swarm.work`: work units among the peers of a run."""
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Unpack
 
 from colab_swarm.errors import JoinError
 from colab_swarm.net.peers import PeerId
@@ -12,69 +14,90 @@ from colab_swarm.workunits.job import Job
 from colab_swarm.workunits.volunteering import Volunteer, open_volunteer
 
 _NO_COORDINATOR = (
-    "nobody coordinates work units in this swarm: call swarm.coordinate(job) here or at another peer; "
+    "nobody coordinates work units in this swarm: call swarm.work.coordinate(job) here or at another peer; "
     "if a coordinator has just started, try again in a few seconds"
 )
 
 
-def coordinate(
-    job: Job | str | Path, runtime: Runner, network: NetworkSession, options: CoordinatorOptions
-) -> Coordinator:
-    """Hand out the job, and announce its link in the run until the coordinator or the peer stops."""
-    if not isinstance(job, Job):
-        job = Job.load(job)
-    coordinator = open_coordinator(job, network.access, network.token(), options)
+class SwarmWork:
+    """A peer's work units (VC-ASGD): hand a job out to peers and to all who have its link, or train units of one.
 
-    def link() -> str | None:
-        return None if coordinator.stopped else coordinator.url
+    Methods raise RuntimeError after `Swarm.leave`, and PermissionError where a peer joined as a viewer or reducer.
+    """
 
-    volunteers = coordinator.dispatcher.state.volunteers
-    # the peer's saved tally has the earlier ones
-    before = {peer: record.accepted for peer, record in dict(volunteers).items()}
+    def __init__(
+        self, runtime: Runner, network: NetworkSession, name: str, check: Callable[..., None]
+    ) -> None:
+        self._runtime = runtime
+        self._network = network
+        self._name = name
+        self._check = check
 
-    def units() -> dict[PeerId, int]:
-        return {
-            PeerId(bytes.fromhex(peer)): record.accepted - before.get(peer, 0)
-            for peer, record in volunteers.items()
-        }
+    def coordinate(self, job: Job | str | Path, **options: Unpack[CoordinatorOptions]) -> Coordinator:
+        """Hand out a job in work units to peers here and to all who have the link.
 
-    # one that runs already counts on
-    network.trust.contributions.units.setdefault(coordinator, units)
-    runtime.call(network.announce("coordinators", link))
-    network.stops.append(coordinator.stop)
-    return coordinator
+        Its link is announced in the run until the coordinator or the peer stops. A file may define ``job``. Errors
+        are those of `colab_swarm.workunits.coordinate`.
+        """
+        self._check(worker=True)
+        network = self._network
+        if not isinstance(job, Job):
+            job = Job.load(job)
+        coordinator = open_coordinator(job, network.access, network.token(), options)
 
+        def link() -> str | None:
+            return None if coordinator.stopped else coordinator.url
 
-def volunteer(
-    runtime: Runner,
-    network: NetworkSession,
-    name: str,
-    *,
-    job: Job | None,
-    trust_code: bool,
-    units: int,
-    folder: str | Path | None,
-    device: str | None,
-) -> Volunteer:
-    """Train units of the run's newest coordinator; JoinError if none is known."""
-    urls = runtime.call(network.coordinators())
-    if not urls:
-        raise JoinError(_NO_COORDINATOR)
-    admission = network.access.admission
-    authority = None if admission is None else admission.authority
+        volunteers = coordinator.dispatcher.state.volunteers
+        # the peer's saved tally has the earlier ones
+        before = {peer: record.accepted for peer, record in dict(volunteers).items()}
 
-    def open_client(_: object) -> CoordinatorClient:
-        return CoordinatorClient(urls[0], network.token(), run_id=network.access.run_id, authority=authority)
+        def units() -> dict[PeerId, int]:
+            return {
+                PeerId(bytes.fromhex(peer)): record.accepted - before.get(peer, 0)
+                for peer, record in volunteers.items()
+            }
 
-    unit_volunteer = open_volunteer(
-        open_client,
-        name=name,
-        job=job,
-        trust_code=trust_code,
-        units=units,
-        folder=folder,
-        device=device,
-        gate=network.gate,
-    )
-    network.stops.append(unit_volunteer.stop)
-    return unit_volunteer
+        # one that runs already counts on
+        network.trust.contributions.units.setdefault(coordinator, units)
+        self._runtime.call(network.announce("coordinators", link))
+        network.stops.append(coordinator.close)
+        return coordinator
+
+    def volunteer(
+        self,
+        *,
+        job: Job | None = None,
+        trust_code: bool = False,
+        units: int = 1,
+        folder: str | Path | None = None,
+        device: str | None = None,
+    ) -> Volunteer:
+        """Train work units for the swarm's newest coordinator; see `colab_swarm.workunits.volunteer`.
+
+        A JoinError if no coordinator answers, a ValueError if its code is not trusted yet.
+        """
+        self._check(worker=True)
+        network = self._network
+        urls = self._runtime.call(network.coordinators())
+        if not urls:
+            raise JoinError(_NO_COORDINATOR)
+        admission = network.access.admission
+        authority = None if admission is None else admission.authority
+
+        def open_client(_: object) -> CoordinatorClient:
+            run_id = network.access.run_id
+            return CoordinatorClient(urls[0], network.token(), run_id=run_id, authority=authority)
+
+        unit_volunteer = open_volunteer(
+            open_client,
+            name=self._name,
+            job=job,
+            trust_code=trust_code,
+            units=units,
+            folder=folder,
+            device=device,
+            gate=network.gate,
+        )
+        network.stops.append(unit_volunteer.close)
+        return unit_volunteer

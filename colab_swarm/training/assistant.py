@@ -8,6 +8,7 @@ import asyncio
 import logging
 import os
 from collections.abc import Awaitable, Callable
+from contextlib import AbstractContextManager
 from functools import partial
 
 from colab_swarm.averaging.forming import FormationSettings
@@ -38,7 +39,7 @@ async def _nothing_stored(_prefix: str) -> Snapshot | None:
     return None
 
 
-class Assistant:
+class Assistant(AbstractContextManager["Assistant"]):
     """Helps the collaborations of a run, or only the named one, as their first messages arrive.
 
     ``await stored(prefix)`` is a checkpoint of a backbone to give when no trainer is left.
@@ -78,9 +79,12 @@ class Assistant:
         self.kill()
         await self._publish(ttl_s=0.5)
 
-    def stop(self) -> None:
+    def close(self) -> None:
         if not self._stopped:
             self._runtime.call(self.withdraw())
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def kill(self) -> None:
         """Stop without notice; on the runtime's event loop."""

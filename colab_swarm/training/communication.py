@@ -82,20 +82,20 @@ class Communication:
         require(not (self.error_feedback and self.compression == "float32"), text)
 
     @classmethod
-    def of(cls, wish: "Communication | Plan | str") -> "Communication":
+    def of(cls, choice: "Communication | Plan | str") -> "Communication":
         """Return what a user asks for: a communication, a plan's choice, or a preset by its name."""
-        if isinstance(wish, Plan):
-            return wish.chosen.communication
-        if isinstance(wish, cls):
-            return wish
+        if isinstance(choice, Plan):
+            return choice.chosen.communication
+        if isinstance(choice, cls):
+            return choice
         names = ", ".join(repr(name) for name in PRESETS)
         text = (
-            f"communication={wish!r:.40}: pass 'auto', one of {names}, cs.Communication(…), or "
+            f"communication={choice!r:.40}: pass 'auto', one of {names}, cs.Communication(…), or "
             "swarm.plan(model, step_s=…)"
         )
-        if not isinstance(wish, str) or wish not in PRESETS:
+        if not isinstance(choice, str) or choice not in PRESETS:
             raise ValueError(text)
-        return PRESETS[wish]
+        return PRESETS[choice]
 
     @property
     def is_sparse_local(self) -> bool:

@@ -181,7 +181,7 @@ class LinkRounds(Rounds):
             self._told_of_unreachable = True
             text = (
                 f"none of {count(self.view.unreachable, 'other trainer')} can be dialled, nor can this peer, and no "
-                "assistant is there: it trains alone. swarm.serve_as_reducer() at a peer that can be dialled brings "
+                "assistant is there: it trains alone. swarm.reduce() at a peer that can be dialled brings "
                 "them together"
             )
             logger.warning("%s", text)

@@ -219,12 +219,12 @@ def settings_for(call: Callable[..., Any], settings: Callable[..., T], *values: 
     known = [*inspect.signature(settings).parameters][len(values) :]
     for option in options.keys() - set(known):
         require(
-            option not in inspect.signature(Communication).parameters or call.__name__ != "optimizer",
+            "communication" not in known or option not in inspect.signature(Communication).parameters,
             f"{option}= is part of communication=: pass communication=cs.Communication({option}={options[option]!r})",
             TypeError,
         )
         similar = get_close_matches(option, [*known, *inspect.signature(call).parameters], n=1)
         raise TypeError(
-            f"swarm.{call.__name__}(…) has no option '{option}'; it has {', '.join(similar or known)}"
+            f"{call.__qualname__}(…) has no option '{option}'; it has {', '.join(similar or known)}"
         )
     return settings(*values, **options)

@@ -123,7 +123,7 @@ class Coordinator(contextlib.AbstractContextManager["Coordinator"]):
         self._upkeep: asyncio.Task[None] | None = None
         self._stopping = asyncio.Event()
         self._tunnel: Tunnel | None = None
-        # lock and store, until `stop`
+        # lock and store, until `close`
         self._held = contextlib.ExitStack()
 
     def _write_code(self) -> None:
@@ -174,25 +174,25 @@ class Coordinator(contextlib.AbstractContextManager["Coordinator"]):
         Runtime.shared().call(waited(self.finished.wait(), seconds))
         return self.finished.is_set()
 
-    def stop(self) -> None:
+    def close(self) -> None:
         """Stop coordinating; `coordinate` with the same folder resumes the job. Idempotent."""
         if not self.stopped:
             self.stopped = True
             _coordinators.discard(self)
-            atexit.unregister(self.stop)
+            atexit.unregister(self.close)
             with self._held:
-                Runtime.shared().call(self.close())
+                Runtime.shared().call(self.shut_down())
 
     def panel(self) -> Panel[JobStatus]:
         """Return a live view: widgets in a notebook, text elsewhere."""
-        return Panel(self.snapshot, self.stop, views=JOB_VIEWS)
+        return Panel(self.snapshot, self.close, views=JOB_VIEWS)
 
     def watch(self, seconds: float | None = None) -> None:
         """Show the job for ``seconds``, or until it is done or you interrupt. The job continues afterwards."""
         self.panel().watch(seconds)
 
     def __exit__(self, *_: object) -> None:
-        self.stop()
+        self.close()
 
     def __repr__(self) -> str:
         return f"Coordinator({job_line(self.snapshot())})"
@@ -219,7 +219,7 @@ class Coordinator(contextlib.AbstractContextManager["Coordinator"]):
                 # the first is loopback
                 self._set_url(addresses[min(1, len(addresses) - 1)])
         except BaseException:
-            await self.close()
+            await self.shut_down()
             raise
 
     async def _listen(self, host: str, port: int) -> int:
@@ -238,7 +238,7 @@ class Coordinator(contextlib.AbstractContextManager["Coordinator"]):
             self.url = f"http{address.removeprefix('ws')}/"
             logger.info("volunteers reach this coordinator at %s", self.url)
 
-    async def close(self) -> None:
+    async def shut_down(self) -> None:
         if self._tunnel is not None:
             await self._tunnel.close()
         await self.server.close()
@@ -373,7 +373,7 @@ def coordinate(
     """
     if not isinstance(job, Job):
         job = Job.load(job)
-    require(access != "allowlist", "access='allowlist' needs a swarm: use swarm.coordinate(job)")
+    require(access != "allowlist", "access='allowlist' needs a swarm: use swarm.work.coordinate(job)")
     require_terms(options.get("accept_terms", False))
     key_file = _folder(job, options) / "organizer.key"
     key_file.parent.mkdir(parents=True, exist_ok=True)
@@ -406,7 +406,7 @@ def open_coordinator(job: Job, access: RunAccess, token: Token, options: Coordin
         coordinator.link = coordinator.invite()
         coordinator._held = held.pop_all()
     _coordinators.add(coordinator)
-    atexit.register(coordinator.stop)
+    atexit.register(coordinator.close)
     return coordinator
 
 

@@ -256,7 +256,7 @@ def _decoded(header: str) -> SignedRequest:
 def parse_link(text: str) -> tuple[str, Invite]:
     """Return a link's address and invitation; raise InviteError if it is none, mistyped, tampered with or expired."""
     url = text.strip().strip("'\"").partition("#")[0]
-    problem = "this invites to a swarm: swarm = cs.join(link), then swarm.volunteer()"
+    problem = "this invites to a swarm: swarm = cs.join(link), then swarm.work.volunteer()"
     require(not url.startswith("swarm://") and not url.endswith("/join"), problem, InviteError)
     if not url.startswith(("http://", "https://")) or "#" not in text:
         raise InviteError("this is no link to a coordinator: it looks like https://HOST/#NAME.PAYLOAD")
@@ -268,7 +268,7 @@ def token_by(invite: Invite, identity: Identity) -> Token:
     grant = invite.grant
     if grant is None:
         return Token(identity)
-    text = "the organizer admits each peer: cs.join(invitation), then swarm.volunteer()"
+    text = "the organizer admits each peer: cs.join(invitation), then swarm.work.volunteer()"
     require(grant.offline, text, InviteError)
     membership = Membership.by_invitation(grant, invite.key, key=identity.public_key, now=time.time())
     return Token(identity, membership.encode)

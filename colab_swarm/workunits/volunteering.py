@@ -15,7 +15,7 @@ import socket
 import time
 import traceback
 from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
@@ -79,10 +79,10 @@ class _JobFinished(_Over):
     """Nobody waits for the units in hand."""
 
 
-class Volunteer:
-    """A volunteer that works in the background, while ``gate`` is open. Show, `watch`, `stop` it.
+class Volunteer(AbstractContextManager["Volunteer"]):
+    """A volunteer that works in the background, while ``gate`` is open. Show, `watch`, `close` it.
 
-    On an event loop use `begin`, `wait_over` and `leave`; from other threads `wait` and `stop`. It
+    On an event loop use `begin`, `wait_over` and `leave`; from other threads `wait` and `close`. It
     trains ``units`` at a time, and keeps data and unfinished ones in ``folder``. Raises ValueError
     if the job's model is not that of the coordinator's ``card``, or ``units`` is below 1.
     """
@@ -111,7 +111,7 @@ class Volunteer:
         self._device = device
         self._resources = resources_of(device)
         self._gate = gate or PauseGate()
-        # client, and lock of the folder, until `stop`
+        # client, and lock of the folder, until `close`
         self._held = ExitStack()
         self._stopped = False
         self._subsets = {subset.sha256: subset for subset in card.subsets}
@@ -147,18 +147,21 @@ class Volunteer:
         Runtime.shared().call(waited(self.wait_over(), seconds))
         return self._seen.over
 
-    def stop(self, *, finish_s: float = FINISH_S) -> None:
+    def close(self, *, finish_s: float = FINISH_S) -> None:
         """Finish the units that ``finish_s`` is enough for, give the others back, and end. Idempotent."""
         if not self._stopped:
             self._stopped = True
             _volunteers.discard(self)
-            atexit.unregister(self.stop)
+            atexit.unregister(self.close)
             with self._held:
                 Runtime.shared().call(self.leave(finish_s=finish_s))
 
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
     def panel(self) -> Panel[VolunteerSnapshot]:
         """Return a live view: widgets in a notebook, text elsewhere."""
-        return Panel(self.snapshot, self.stop, views=VOLUNTEER_VIEWS)
+        return Panel(self.snapshot, self.close, views=VOLUNTEER_VIEWS)
 
     def watch(self, seconds: float | None = None) -> None:
         """Show its progress for ``seconds``, or until it ends or you interrupt. It continues."""
@@ -377,14 +380,14 @@ def volunteer(
     job: Job | None = None,
     trust_code: bool = False,
     units: int = 1,
-    name: str = "",
+    peer_name: str = "",
     folder: str | Path | None = None,
     device: str | torch.device | None = None,
     accept_terms: Consent = False,
 ) -> Volunteer:
     """Train units of a job on this machine, by outgoing HTTP(S) requests only.
 
-    Units in hand when the kernel died are resumed if you call this with the same ``name`` and
+    Units in hand when the kernel died are resumed if you call this with the same ``peer_name`` and
     ``folder`` before their deadline. Calling it again while it works returns the same volunteer, so
     you can re-run cells freely. Raises InviteError for a wrong link, JoinError if the coordinator
     does not answer or admit, TermsError, and ValueError if the code is not trusted yet (the message
@@ -395,19 +398,19 @@ def volunteer(
         job: your own copy of the job; its code then runs instead of the coordinator's.
         trust_code: run the code that the coordinator sends; read it first.
         units: trained at a time.
-        name: shown to others; by default this machine's name.
+        peer_name: shown to others; by default this machine's name.
         folder: for data and unfinished units; by default in your home.
         device: to train on; by default a GPU if there is one.
         accept_terms: True if the platform's terms allow this; needed on Colab.
     """
     url, invite = parse_link(link)
-    name = name or socket.gethostname()
+    name = peer_name or socket.gethostname()
     for other in list(_volunteers):
         if other.url == url.rstrip("/") and other.folder.name == _plain(name):
             if not other._seen.over:
                 return other
             # this releases its folder
-            other.stop()
+            other.close()
     require_terms(accept_terms)
 
     def client(own: Path) -> CoordinatorClient:
@@ -446,7 +449,7 @@ def open_volunteer(
         runtime.call(volunteer.begin())
         volunteer._held = held.pop_all()
     _volunteers.add(volunteer)
-    atexit.register(volunteer.stop, finish_s=0.0)
+    atexit.register(volunteer.close, finish_s=0.0)
     return volunteer
 
 

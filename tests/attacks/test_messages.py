@@ -168,8 +168,8 @@ class Full:
         self.alice = cs.create("full", peer_name="alice", options=options)
         stack.callback(end, self.alice)
         self.optimizer = toy.join_training(self.alice, toy.model())
-        self.alice.serve_as_reducer()
-        self.alice.host_experts("ffn", lambda: cs.moe.FeedForward(8), grid=(2, 2), count=1, folder=folder)
+        self.alice.reduce()
+        self.alice.experts.host("ffn", lambda: cs.moe.FeedForward(8), grid=(2, 2), count=1, folder=folder)
         self.mallory = cs.join(
             str(self.alice.invite()), peer_name="mallory", options=cs.NetworkOptions(lan=False)
         )

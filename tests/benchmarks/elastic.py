@@ -123,7 +123,7 @@ def _train_one(
     forward: nn.Module = DistributedDataParallel(model) if way == "ddp" else model
     if way in WAYS:
         name = f"{way}-{seed}"
-        optimizer = swarm.elastic_optimizer(optimizer, peers=PEERS, scheduler=WAYS[way](), name=name)
+        optimizer = swarm.elastic.optimizer(optimizer, peers=PEERS, scheduler=WAYS[way](), name=name)
     rng = torch.Generator().manual_seed(PEERS * seed + rank)
     (images, labels) = learned
     drawn = [torch.randint(0, len(labels), (ROWS,), generator=rng) for _ in range(steps)]

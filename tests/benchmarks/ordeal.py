@@ -43,7 +43,7 @@ def host_experts(parent: Channel, folder: str, invite: str, name: str) -> None:
         )
         settings: dict[str, Any] = {"save_s": 3.0, "takeover_s": 5.0, "spare": 2 * PER_HOST}
         make = partial(cs.moe.FeedForward, DIM)
-        hosted = swarm.host_experts("ffn", make, grid=GRID, count=PER_HOST, folder=path / "saves", **settings)
+        hosted = swarm.experts.host("ffn", make, grid=GRID, count=PER_HOST, folder=path / "saves", **settings)
         parent.send(ready=len(hosted.uids))
         hosted.wait(3600)
 
@@ -82,7 +82,7 @@ def run_experts(report: Report) -> None:
         x = torch.from_numpy(images).flatten(1) / 255
         y = torch.from_numpy(labels)
         torch.manual_seed(0)
-        layer = swarm.mixture_of_experts("ffn", DIM, grid=GRID, k=2, timeout_s=5.0)
+        layer = swarm.experts.mixture("ffn", DIM, grid=GRID, k=2, timeout_s=5.0)
         model = torch.nn.Sequential(layer, torch.nn.Linear(DIM, 10))
         optimizer = torch.optim.Adam(model.parameters(), 1e-3)
         until = time.monotonic() + 60 * minutes

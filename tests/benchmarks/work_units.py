@@ -82,7 +82,7 @@ def epoch_seconds(folder: Path, servers: int, volunteers: int, units: int, *, ep
                 raise TimeoutError(f"no {epochs} epochs in {TIME_LIMIT_S:.0f} s: {coordinator!r}")
         log = list(coordinator.log())
     finally:
-        coordinator.stop()
+        coordinator.close()
     begun = {entry.unit.epoch: entry.at for entry in reversed(log) if isinstance(entry, Assigned)}
     took_s = [entry.at - begun[entry.epoch] for entry in log if isinstance(entry, EpochEnded)]
     return statistics.median(took_s[1:])

@@ -58,6 +58,9 @@ class ClassicNotebook:
     def fill(self, field: str, value: str) -> None:
         self.page.locator(".widget-text", has_text=field).locator("input").fill(value)
 
+    def tick_first_box(self) -> None:
+        self.page.locator('.widget-checkbox input[type="checkbox"]').first.check()
+
     def wait_output(self, text: str) -> None:
         self.page.locator(".output_area", has_text=text).first.wait_for(timeout=90_000)
 

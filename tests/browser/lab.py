@@ -218,6 +218,9 @@ class Notebook:
         box.fill(value)
         box.blur()
 
+    def tick_first_box(self) -> None:
+        self.page.locator('.widget-checkbox input[type="checkbox"]').first.check()
+
     def wait_button(self, text: str) -> None:
         self.page.locator("button.jupyter-button", has_text=text).first.wait_for(timeout=30_000)
 

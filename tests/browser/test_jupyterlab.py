@@ -1,5 +1,6 @@
 """Notebooks in a real JupyterLab: the form and its panel, the first tutorial, a lesson that plays on its own."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -7,6 +8,7 @@ import pytest
 from tests.browser.chromium import Window, needs
 from tests.browser.lab import CELL, Lab
 from tests.notebooks.cells import code_cells
+from tests.notebooks.kernel import NOTEBOOKS
 from tests.notebooks.regenerate import TUTORIALS
 
 pytestmark = needs("jupyterlab", "ipywidgets")
@@ -22,6 +24,7 @@ def test_the_form_becomes_an_invitation_and_a_live_panel(lab: Lab, window: Windo
     alice.page.context.grant_permissions(["clipboard-read", "clipboard-write"])
     alice.run(0)
     alice.fill("Your name", "alice")
+    alice.tick_first_box()
     alice.click("Start / Join")
     alice.wait_output("form-run: joined, 1 peer")
     assert "waiting for the first other peer" in alice.output(0)
@@ -39,6 +42,29 @@ def test_the_form_becomes_an_invitation_and_a_live_panel(lab: Lab, window: Windo
     assert panel is not None and panel["height"] <= 600
     alice.run(2)
     assert window.complaints == []
+
+
+def test_a_page_that_is_loaded_again_in_mid_training_has_the_line_of_the_cell(
+    lab: Lab, window: Window, artifacts: Path
+) -> None:
+    alice = lab.open_ours(window, NOTEBOOKS / "swarm.ipynb")
+    alice.run(0)
+    alice.run(1)
+    alice.fill("Your name", "alice")
+    alice.tick_first_box()
+    alice.click("Start / Join")
+    alice.wait_output("others reach you")
+    alice.start(2)
+    line = re.compile(r"step [1-9]\d* of 1000: .*colab-swarm status my-swarm --watch")
+    alice.wait_output(line)
+    alice.wait_output("my-swarm: training, step")
+    alice.page.screenshot(path=artifacts / "training.png")
+    alice.save()
+    alice.reload()
+    alice.wait_output(line)
+    alice.page.screenshot(path=artifacts / "reloaded-in-training.png")
+    alice.interrupt()
+    alice.run(3)
 
 
 @pytest.mark.ordeal
@@ -67,7 +93,7 @@ def train(swarm):
         optimizer.step(samples=8, loss=loss.item())
 """,
     "simulation = cs.simulate(4, samples_per_s=8)\nlesson = simulation.play(train, speed=5)\nlesson",
-    "lesson.stop()\nprint([fault.name for fault in simulation.network.fired], lesson)",
+    "lesson.close()\nprint([fault.name for fault in simulation.network.fired], lesson)",
 ]
 
 

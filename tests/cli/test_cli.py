@@ -206,7 +206,7 @@ def test_a_host_of_experts_is_there_until_ctrl_c() -> None:
         arguments = ["experts", str(swarm.invite()), "ffn", "--grid", "2x2", "--dim", "8", "--count", "3"]
         with interrupted(*arguments, "--no-lan", "--json-lines") as output:
             told = json.loads(output.readline())
-            layer = swarm.mixture_of_experts("ffn", 8, grid=(2, 2))
+            layer = swarm.experts.mixture("ffn", 8, grid=(2, 2))
             layer(torch.ones(4, 8)).sum().backward()
     assert told["event"] == "hosting" and set(layer.utilisation) == set(told["hosting"].split())
 

@@ -59,7 +59,7 @@ def test_a_different_setting_is_reported_to_both_peers_at_once(
     def begin(swarm: Swarm) -> str:
         mine = (sgd(), {}) if swarm.name == "alice" else (theirs(), options)
         with pytest.raises(ValueError, match="same settings") as raised:
-            swarm.elastic_optimizer(mine[0], peers=2, **mine[1])
+            swarm.elastic.optimizer(mine[0], peers=2, **mine[1])
         return str(raised.value)
 
     with cs.simulate(2, network="lan", seed=1) as sim:
@@ -75,7 +75,7 @@ def test_a_timeout_reports_how_many_peers_came_and_joining_can_be_repeated() -> 
                 join_group(swarm, model(), 3, wait_s=5.0)
         for peers, wait_s, words in ((1, 9, "2 to 16"), (17, 9, "2 to 16"), (2, 0, "wait_s=0")):
             with pytest.raises(ValueError, match=words):
-                swarm.elastic_optimizer(sgd(), peers=peers, wait_s=wait_s)
+                swarm.elastic.optimizer(sgd(), peers=peers, wait_s=wait_s)
 
     with cs.simulate(2, network="lan", seed=1) as sim:
         assert len(sim.run(wait)) == 2

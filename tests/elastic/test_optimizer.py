@@ -65,7 +65,7 @@ def test_a_step_that_failed_between_two_single_steps_goes_on_with_the_second() -
 
         sgd.register_step_pre_hook(failing)
         scheduler = BoundedStaleness(1, single_steps=True)
-        optimizer = swarm.elastic_optimizer(sgd, peers=2, scheduler=scheduler)
+        optimizer = swarm.elastic.optimizer(sgd, peers=2, scheduler=scheduler)
         for batch, share in ((0, 1.0), (1, 0.0)):
             (share * loss_of(net, batch, rows_of(optimizer.member, 2))).backward()
             updates.clear()
@@ -184,7 +184,7 @@ def test_unsupported_calls_and_settings_name_the_alternative() -> None:
         inner = torch.optim.SGD(model().parameters(), lr=0.1)
         for other in (torch.optim.lr_scheduler.StepLR(inner, 1), NormBounded):
             with pytest.raises(ValueError, match=r"says when a member goes on, such as .*NormBounded\(0.8\)"):
-                swarm.elastic_optimizer(inner, peers=2, scheduler=other)
+                swarm.elastic.optimizer(inner, peers=2, scheduler=other)
         optimizer = join_group(swarm, model(), 2)
         with pytest.raises(ValueError, match="closure"):
             optimizer.step(lambda: 0.0)
@@ -212,7 +212,7 @@ def test_hooks_clip_what_is_sent_and_each_member_steps_a_scheduler_of_learning_r
 
     def run(swarm: Swarm) -> torch.Tensor:
         net, inner = made()
-        optimizer = swarm.elastic_optimizer(inner, peers=2)
+        optimizer = swarm.elastic.optimizer(inner, peers=2)
         rates = torch.optim.lr_scheduler.StepLR(inner if of_inner else optimizer, 1, gamma=0.5)
         for step in range(4):
             loss_of(net, step).backward()
@@ -237,7 +237,7 @@ def test_parameters_that_the_loss_does_not_use_or_that_were_frozen_are_named_and
         net = model()
         spare = torch.nn.Parameter(torch.ones(3))
         adam = torch.optim.AdamW([*net.parameters(), spare], lr=0.01, weight_decay=0.1)
-        optimizer = swarm.elastic_optimizer(adam, peers=2)
+        optimizer = swarm.elastic.optimizer(adam, peers=2)
         with pytest.raises(NoGradientError, match=r"1 of 5 parameters got no gradient, such as .*3.*freeze"):
             take(optimizer, net, 0)
         optimizer.close()
@@ -245,7 +245,7 @@ def test_parameters_that_the_loss_does_not_use_or_that_were_frozen_are_named_and
         optimizer = join_group(swarm, net := model(), 2)
         loss = loss_of(net, 0)
         next(net.parameters()).requires_grad_(False)
-        with pytest.raises(RuntimeError, match=r"was frozen between .* before swarm.elastic_optimizer"):
+        with pytest.raises(RuntimeError, match=r"was frozen between .* before swarm.elastic.optimizer"):
             loss.backward()
         optimizer.close()
 
@@ -314,7 +314,7 @@ def test_a_member_whose_learning_rates_leave_the_first_ones_is_told_at_that_step
 ) -> None:
     def run(swarm: Swarm) -> str:
         inner = torch.optim.SGD((net := model()).parameters(), lr=0.1)
-        optimizer = swarm.elastic_optimizer(inner, peers=2)
+        optimizer = swarm.elastic.optimizer(inner, peers=2)
         scheduler = torch.optim.lr_scheduler.ExponentialLR(inner, 0.5)
         said = f"member {optimizer.member}"
         try:

@@ -6,6 +6,7 @@ import random
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,10 @@ from colab_swarm.events import ExpertHosted, Fault, Notice
 from colab_swarm.moe.blocks import FeedForward, TransformerBlock
 from colab_swarm.moe.expert import ExpertRule, plan_host
 from colab_swarm.moe.grid import Grid
-from colab_swarm.moe.host import ExpertHost, SwarmExperts
+from colab_swarm.moe.host import ExpertHost
 from colab_swarm.moe.saves import SavePlace, SaveRecord
 from colab_swarm.sim.runtime import SimRuntime
+from colab_swarm.swarm.experts import SwarmExperts
 from colab_swarm.tensors.chunks import Snapshot
 from colab_swarm.tensors.statedict import pack, unpack
 from tests.moe.hosts import GRID, PLAN, Member, Run, host_of, make, train
@@ -110,11 +112,11 @@ async def test_a_host_that_stops_loses_nothing_and_is_not_called_any_more(run: R
     (uid,) = hosting.experts
     carol, _ = await run.host("carol", 1, capacity=2)
     train(hosting, 6)
-    await hosting.close()
+    await hosting.withdraw()
     assert [event.text for event in bob.events(Notice)] == [f"no longer hosting {uid}: this host stopped"]  # type: ignore[attr-defined]
     await asyncio.sleep(45)
     assert hosted(carol)[-1] == (uid, 6, True)  # sooner than a record expires
-    await hosting.close()
+    await hosting.withdraw()
 
 
 def with_wide_moments(state: dict[str, Any]) -> dict[str, Any]:
@@ -280,20 +282,20 @@ def test_a_swarm_has_one_host_of_a_prefix_and_one_folder(run: Run, tmp_path: Pat
     runtime = SimRuntime()
     member = runtime.call(run.join("alice"))
     runtime.call(member.resources.close())
-    experts = SwarmExperts(
-        runtime, member.services, lambda read, *buttons: (read().over, len(read().served), *buttons)
-    )
-    first = experts.host("ffn", (2, 3), make, folder=tmp_path / "saves", count=1)
-    second = experts.host("ffn", (2, 3), make, count=2)
-    assert first.stopped and first.panel() == (True, 2, first.stop, True) and not capsys.readouterr().out
-    assert second.panel() == (False, 2, second.stop, True) and len(second.uids) == 2
+    allowed = partial(SwarmExperts, runtime, member.services, lambda **_: None, lambda: None)
+    experts = allowed()
+    first = experts.host("ffn", make, grid=(2, 3), folder=tmp_path / "saves", count=1)
+    second = experts.host("ffn", make, grid=(2, 3), count=2)
+    assert first.stopped and first.panel().refresh().over and not capsys.readouterr().out
+    seen = second.panel().refresh()
+    assert not seen.over and len(seen.served) == len(second.uids) == 2
     with pytest.raises(ValueError, match="saves experts in"):
-        experts.host("other", (2,), make, folder=tmp_path / "elsewhere", count=1)
+        experts.host("other", make, grid=(2,), folder=tmp_path / "elsewhere", count=1)
     train(second)
     experts.close()
     assert second.stopped and not second.uids and any((tmp_path / "saves").rglob("*"))
-    again = SwarmExperts(runtime, member.services, repr)  # what the closed one served may be served again
-    again.host("ffn", (2, 3), make, folder=tmp_path / "saves", count=1)
+    again = allowed()  # what the closed one served may be served again
+    again.host("ffn", make, grid=(2, 3), folder=tmp_path / "saves", count=1)
     again.close()
     runtime.close()
 
@@ -352,5 +354,5 @@ async def test_experts_are_spread_over_the_devices_and_so_are_those_of_a_second_
     calls = calls_of((await run.join("bob")).peers)
     info = (await member.resources.directory.live(GRID))[0]
     assert (await calls.forward(info, np.ones((2, 4), np.float32))).shape == (2, 4)
-    await more.close()
-    await hosting.close()
+    await more.withdraw()
+    await hosting.withdraw()

@@ -68,7 +68,7 @@ def test_a_large_grid_is_cut_and_counted_and_failed_experts_stay() -> None:
 
 def test_warnings_are_shown_and_escaped() -> None:
     drawn = draw_experts(ExpertsSnapshot(GRID, listed=True, fault="<script>\x1b[2J"))
-    assert "swarm.host_experts" in drawn.text() and "swarm.host_experts" in drawn.html()
+    assert "swarm.experts.host" in drawn.text() and "swarm.experts.host" in drawn.html()
     assert "<script" not in drawn.html() and "\x1b" not in drawn.html() + drawn.text()
 
 

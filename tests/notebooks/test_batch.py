@@ -21,7 +21,7 @@ while optimizer.global_step < 3:
     loss.backward()
     optimizer.step(samples=8, loss=loss.item())
     panel.tick()
-swarm.watch(seconds=0.2)
+swarm.panel().watch(seconds=0.2)
 bob.leave()
 swarm.leave()
 """

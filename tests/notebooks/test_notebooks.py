@@ -210,7 +210,7 @@ def test_who_hosts_from_colab_sees_what_fits_and_what_it_earns_and_comes_back_wi
     ):
         host(carol, str(organizer.invite(settings=WANTED)))
         assert "3 of 3 experts" in carol.execute("print(host)")
-        layer = organizer.mixture_of_experts("ffn", 16, grid=(4, 4), k=2)
+        layer = organizer.experts.mixture("ffn", 16, grid=(4, 4), k=2)
         for _ in range(5):
             layer(torch.randn(8, 16)).square().mean().backward()
         assert len(layer.utilisation) >= 2

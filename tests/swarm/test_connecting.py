@@ -126,8 +126,8 @@ def test_a_door_that_does_not_open_is_left_for_the_next(
 
 
 class Clicked(Connection):
-    def press(self, *, invitation: str = "", name: str = "bob") -> None:
-        self._invitation.value, self._name.value = invitation, name
+    def press(self, *, invitation: str = "", name: str = "bob", agreed: bool = True) -> None:
+        self._invitation.value, self._name.value, self._agreed.value = invitation, name, agreed
         self._button.click()
 
     @property
@@ -188,7 +188,15 @@ def test_a_starters_form_becomes_the_invitation() -> None:
     form = open_form()
     form.press(name="alice")
     assert form.is_owner and "join mine as worker" in form._box.children[1].value
-    assert not form.swarm.left and form._agreed.value is False
+    assert not form.swarm.left
+
+
+def test_a_box_that_is_not_ticked_starts_nothing_and_opens_no_relay(opened: list[str]) -> None:
+    form = open_form(JUPYTER)
+    form.press(name="alice", agreed=False)
+    assert "tick the first box" in form.log and form.is_open and "bob" not in repr(form)
+    with pytest.raises(JoinError, match="press Start / Join"):
+        form.invite()
 
 
 def test_a_text_that_is_no_invitation_is_refused_at_once() -> None:
@@ -272,11 +280,11 @@ def test_a_consent_that_is_unknown_is_refused_with_the_right_ones() -> None:
 
 def test_the_form_on_colab_has_a_second_box_and_a_field_for_the_token(opened: list[str]) -> None:
     form = open_form(COLAB)
-    assert len(form._box.children) == 7 and len(open_form(JUPYTER)._box.children) == 5
+    assert len(form._box.children) == 7 and len(open_form(JUPYTER)._box.children) == 6
     assert "I use paid compute units" in form._box.children[3].children[1].value
     assert form._agreed.value is form._tunnels.value is False
     form._tunnels.value = True
-    form.press(name="alice")
+    form.press(name="alice", agreed=False)
     assert "read the terms" in form.log
     form._agreed.value, form._tunnels.value, form._token.value = True, False, TOKEN
     form.press(name="alice")

@@ -18,8 +18,8 @@ def train(scheduler: Scheduler) -> dict[str, Any]:
     def loop(swarm: cs.Swarm) -> tuple[float, str, str, list[float]]:
         model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.Tanh(), torch.nn.Linear(256, 8))
         sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-        optimizer = swarm.elastic_optimizer(sgd, peers=2, scheduler=scheduler)
-        meter = swarm.consistency_meter()
+        optimizer = swarm.elastic.optimizer(sgd, peers=2, scheduler=scheduler)
+        meter = swarm.elastic.meter()
         random = torch.Generator().manual_seed(optimizer.member)
         missing = []
         for _ in range(STEPS):
@@ -43,12 +43,12 @@ def test_a_peer_that_does_not_wait_for_all_is_faster_and_the_meter_shows_its_dis
 def test_leaving_the_swarm_leaves_the_group() -> None:
     def loop(swarm: cs.Swarm) -> str:
         parameter = torch.nn.Parameter(torch.zeros(3))
-        optimizer = swarm.elastic_optimizer(torch.optim.SGD([parameter]), peers=2)
+        optimizer = swarm.elastic.optimizer(torch.optim.SGD([parameter]), peers=2)
         swarm.leave()
         with pytest.raises(RuntimeError, match="has left its group"):
             optimizer.step()
         with pytest.raises(RuntimeError, match="has left its swarm"):
-            swarm.elastic_optimizer(torch.optim.SGD([parameter]), peers=2)
+            swarm.elastic.optimizer(torch.optim.SGD([parameter]), peers=2)
         return repr(optimizer)
 
     with cs.simulate(peers=2) as simulation:

@@ -37,9 +37,9 @@ def loss_of(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
 
 @pytest.mark.slow
 def test_one_peer_hosts_and_another_trains_through_its_experts(alice: Swarm, tmp_path: Path) -> None:
-    host = alice.host_experts("ffn", lambda: cs.moe.FeedForward(DIM), grid=GRID, count=4, folder=tmp_path)
+    host = alice.experts.host("ffn", lambda: cs.moe.FeedForward(DIM), grid=GRID, count=4, folder=tmp_path)
     with cs.join(alice.invite(), peer_name="bob", options=OPTIONS) as bob:
-        layer = bob.mixture_of_experts("ffn", DIM, grid=GRID, k=2)
+        layer = bob.experts.mixture("ffn", DIM, grid=GRID, k=2)
         torch.manual_seed(1)
         model = nn.Sequential(nn.Linear(DIM, DIM), layer, nn.Linear(DIM, 4))
         optimizer = torch.optim.Adam(model.parameters(), 1e-2)
@@ -47,19 +47,19 @@ def test_one_peer_hosts_and_another_trains_through_its_experts(alice: Swarm, tmp
         assert last < 0.6 * first and sum(layer.utilisation.values()) == pytest.approx(1.0)
         told = layer.statistics()
         assert told.batches == 40 and told.answers >= 40 and not told.lost_gradients
-        trainer = bob.trainer(model, loss_of, optimizer, concurrency=3, progress=False)
+        trainer = bob.experts.trainer(model, loss_of, optimizer, concurrency=3, progress=False)
         assert trainer.fit(batches(6)).updates == 6
-        one = bob.expert(host.uids[0], grid=GRID)
+        one = bob.experts.expert(host.uids[0], grid=GRID)
         assert one(torch.ones(2, DIM)).shape == (2, DIM) and one.info().host.id == alice.id
         # the first look at a swarm does not wait for the answers
-        wait(lambda: "4 of 9 places live on 1 host" in repr(bob.experts_panel("ffn", grid=GRID)))
+        wait(lambda: "4 of 9 places live on 1 host" in repr(bob.experts.panel("ffn", grid=GRID)))
         wait(lambda: "ffn." in host.panel()._repr_mimebundle_()["text/plain"])
         with pytest.raises(cs.errors.NoExpertsError, match="no expert of other"):
-            bob.mixture_of_experts("other", DIM, grid=GRID)(torch.ones(1, DIM))
+            bob.experts.mixture("other", DIM, grid=GRID)(torch.ones(1, DIM))
     steps = {uid: one.step for uid, one in host.statistics().items()}
     assert sum(steps.values()) > 40 and "4 of 4 experts" in repr(host)
-    host.stop()
-    again = alice.host_experts("ffn", lambda: cs.moe.FeedForward(DIM), grid=GRID, count=4, folder=tmp_path)
+    host.close()
+    again = alice.experts.host("ffn", lambda: cs.moe.FeedForward(DIM), grid=GRID, count=4, folder=tmp_path)
     worked = {uid: step for uid, step in steps.items() if step}
     assert {uid: one.step for uid, one in again.statistics().items() if one.step} == worked
 
@@ -82,24 +82,24 @@ def test_a_users_own_mistakes_raise_at_once_and_say_how_to_fix_them(alice: Swarm
     }
     for said, (make, options) in hosting.items():
         with pytest.raises(ValueError, match=said):
-            alice.host_experts("ffn", make, **{"grid": GRID, **options})
+            alice.experts.host("ffn", make, **{"grid": GRID, **options})
     with pytest.raises(ValueError, match="letters, digits"):
-        alice.mixture_of_experts("not a name", DIM, grid=GRID)
+        alice.experts.mixture("not a name", DIM, grid=GRID)
     with pytest.raises(ValueError, match="unknown codec"):
-        alice.mixture_of_experts("ffn", DIM, grid=GRID, compression="float8")
+        alice.experts.mixture("ffn", DIM, grid=GRID, compression="float8")
 
 
 @pytest.mark.slow
 def test_experts_of_simulated_peers_are_served_on_virtual_time() -> None:
     def work(swarm: Swarm) -> MixtureStatistics | None:
         if swarm.name == "alice":
-            with swarm.host_experts("ffn", lambda: cs.moe.FeedForward(DIM), grid=GRID, count=3) as host:
+            with swarm.experts.host("ffn", lambda: cs.moe.FeedForward(DIM), grid=GRID, count=3) as host:
                 host.wait(60.0)
             return None
-        layer = swarm.mixture_of_experts("ffn", DIM, grid=GRID, k=2)
+        layer = swarm.experts.mixture("ffn", DIM, grid=GRID, k=2)
         model = nn.Sequential(layer, nn.Linear(DIM, 4))
         with pytest.raises(RuntimeError, match="write the training loop yourself"):
-            swarm.trainer(model, loss_of, torch.optim.SGD(model.parameters(), 0.1))
+            swarm.experts.trainer(model, loss_of, torch.optim.SGD(model.parameters(), 0.1))
         swarm.runtime.call(asyncio.sleep(20.0))
         for batch in batches(5):
             step(model, torch.optim.SGD(model.parameters(), 0.1), batch)

@@ -127,8 +127,8 @@ def test_time_stands_still_while_paused_and_step_advances_it_by_a_second(simulat
     lesson.step()
     wait(lambda: lesson.snapshot().at == pytest.approx(at + 1.0))
     assert time_after(4) == pytest.approx(at + 1.0) and lesson.snapshot().state == "paused"
-    lesson.stop()
-    lesson.stop()
+    lesson.close()
+    lesson.close()
     assert lesson.snapshot().state == "stopped"
 
 
@@ -175,5 +175,5 @@ def test_a_speed_of_zero_means_the_lowest_speed(simulation: Simulation) -> None:
     lesson.inject("crash", "bob")
     wait(lambda: bool(simulation.network.fired))
     lesson.speed = 1000.0
-    lesson.stop()
+    lesson.close()
     assert lesson.snapshot().state in OVER

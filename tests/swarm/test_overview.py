@@ -75,7 +75,7 @@ def test_a_missing_peer_is_named_in_the_log_within_five_seconds(fault: str) -> N
 @pytest.mark.slow
 def test_a_reducer_sees_the_trainers() -> None:
     with cs.create("test-run", peer_name="alice") as alice:
-        alice.serve_as_reducer()
+        alice.reduce()
         with cs.join(alice.invite(), peer_name="bob", options=cs.NetworkOptions(lan=False)) as bob:
             net = model()
             optimizer = join_training(bob, net, target_batch_size=4)

@@ -79,6 +79,20 @@ def test_the_own_peer_does_not_join(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == "x joined\n"
 
 
+def test_who_stays_says_how_others_can_join_when_the_creator_is_away(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    lines = lines_of(there={BOB: RECORD})
+    lines._creator, lines._invite = BOB, lambda: "swarm://digits.abc"
+    view: Any = lines._optimizer.rounds.view
+    for there in ({BOB: RECORD}, {}, {}):
+        view.there = there
+        lines._looked_at = float("-inf")
+        lines.on_batch(9)
+    invited = [line for line in capsys.readouterr().out.splitlines() if "swarm://digits.abc" in line]
+    assert invited == ["who created the run is away; new friends can join by swarm://digits.abc"]
+
+
 def test_a_wait_that_goes_on_for_long_says_once_for_whom(capsys: pytest.CaptureFixture[str]) -> None:
     lines = lines_of(Waited(0.0, BOB.hex(), "its part of a round", 0.4), now=11.0)
     for _ in range(2):

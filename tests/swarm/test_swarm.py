@@ -156,7 +156,7 @@ def test_ctrl_c_ends_a_blocking_call_and_leaves_the_peer_usable(alice: Swarm, bl
     with socket.create_server(("127.0.0.1", 0)) as silent:
         calls: dict[str, Callable[[], object]] = {
             "wait_step": optimizer.wait_step,
-            "watch": alice.watch,
+            "watch": alice.panel().watch,
             "join": lambda: cs.join(invite_to(f"ws://127.0.0.1:{silent.getsockname()[1]}")),
         }
         began = time.monotonic()

@@ -17,7 +17,7 @@ from tests.training import toy
 
 
 def mixture(swarm: Swarm) -> torch.nn.Module:
-    return torch.nn.Sequential(torch.nn.Linear(4, 4), swarm.mixture_of_experts("ffn", 4, grid=(2, 2), k=1))
+    return torch.nn.Sequential(torch.nn.Linear(4, 4), swarm.experts.mixture("ffn", 4, grid=(2, 2), k=1))
 
 
 def adam() -> torch.optim.Optimizer:
@@ -28,7 +28,7 @@ def adam() -> torch.optim.Optimizer:
     ("mistake", "told"),
     [
         (lambda swarm: torch.save(mixture(swarm), io.BytesIO()), "save model.state_dict()"),
-        (lambda swarm: pickle.dumps(swarm.expert("ffn.0.0", grid=(2, 2))), "save model.state_dict()"),
+        (lambda swarm: pickle.dumps(swarm.experts.expert("ffn.0.0", grid=(2, 2))), "save model.state_dict()"),
         (lambda swarm: torch.save({"model": mixture(swarm)}, io.BytesIO()), "save model.state_dict()"),
         (pickle.dumps, "may call cs.join(INVITATION)"),
         (copy.copy, "may call cs.join(INVITATION)"),

@@ -40,7 +40,7 @@ def wait_for(swarm: Swarm, optimizer: SwarmOptimizer, trainers: int) -> None:
 def train_halves(swarm: Swarm, steps: int) -> Result:
     """Alice assists; bob and carol take their rows of each step's batch."""
     if swarm.name not in HALVES:
-        swarm.serve_as_reducer()
+        swarm.reduce()
         return None
     optimizer = toy.join_training(swarm, net := toy.model())
     wait_for(swarm, optimizer, len(HALVES))
@@ -50,7 +50,7 @@ def train_halves(swarm: Swarm, steps: int) -> Result:
 
 def train_or_assist(swarm: Swarm, steps: int) -> Result:
     if swarm.name == "alice":
-        swarm.serve_as_reducer()
+        swarm.reduce()
         return None
     return toy.train_freely(swarm, steps)
 
@@ -143,7 +143,7 @@ def test_a_trainer_alone_sends_nothing_to_the_assistant() -> None:
 def test_an_assistant_helps_two_models_of_one_peer_or_only_the_named_one() -> None:
     def train(swarm: Swarm, only: str | None) -> dict[str, int]:
         if swarm.name == "alice":
-            swarm.serve_as_reducer(only)
+            swarm.reduce(only)
             return {}
         nets = {name: toy.model(seed) for seed, name in enumerate(("one", "two"))}
         optimizers = {name: toy.join_training(swarm, net, name=name) for name, net in nets.items()}
@@ -164,10 +164,10 @@ def test_an_assistant_helps_two_models_of_one_peer_or_only_the_named_one() -> No
 def test_an_assistant_that_stops_says_so_and_counts_no_more() -> None:
     def train(swarm: Swarm) -> int:
         if swarm.name == "alice":
-            assistance = swarm.serve_as_reducer()
+            assistance = swarm.reduce()
             assert "0 rounds" in repr(assistance)
-            assistance.stop()
-            assistance.stop()
+            assistance.close()
+            assistance.close()
             assert "stopped" in repr(assistance)
             return 0
         optimizer = toy.join_training(swarm, toy.model())
@@ -187,7 +187,7 @@ def test_an_assistant_forgets_a_collaboration_that_needed_nothing_for_long() -> 
             assert len(swarm.assistant.collaborations) == helped
 
     def assist(swarm: Swarm) -> None:
-        swarm.serve_as_reducer()
+        swarm.reduce()
         swarm.runtime.call(idle(swarm))
 
     toy.alone(assist)
@@ -207,7 +207,7 @@ def test_strangers_cannot_keep_an_assistant_busy_with_all_they_name(monkeypatch:
         return len(part._rounds)
 
     def assist(swarm: Swarm) -> int:
-        swarm.serve_as_reducer()
+        swarm.reduce()
         return swarm.runtime.call(called(swarm))
 
     monkeypatch.setattr("colab_swarm.training.assistant._memory_bytes", lambda: 16_000)
@@ -217,7 +217,7 @@ def test_strangers_cannot_keep_an_assistant_busy_with_all_they_name(monkeypatch:
 def test_an_assistant_may_begin_to_train() -> None:
     def train(swarm: Swarm) -> Result:
         if swarm.name == "alice":
-            swarm.serve_as_reducer()
+            swarm.reduce()
             while not swarm.assistant.collaborations:
                 swarm.runtime.call(asyncio.sleep(1))
         return toy.train_freely(swarm, 12)
@@ -232,7 +232,7 @@ def test_over_real_links_two_peers_train_and_a_third_gets_their_state_through_th
     options = cs.NetworkOptions(listen=False)
     with contextlib.ExitStack() as stack:
         backbone = stack.enter_context(cs.create("test-run"))
-        assistance, invite = backbone.serve_as_reducer(), str(backbone.invite())
+        assistance, invite = backbone.reduce(), str(backbone.invite())
         bob, carol, dave = (
             stack.enter_context(cs.join(invite, peer_name=name, options=options))
             for name in ("bob", "carol", "dave")

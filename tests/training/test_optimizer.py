@@ -23,6 +23,7 @@ from colab_swarm.events import BatchDropped, Event, Fault, RoundFinished, StateR
 from colab_swarm.net.peers import Message
 from colab_swarm.sim import SimNetwork, SimPeers
 from colab_swarm.sim.profiles import PROFILES, HostProfile
+from colab_swarm.swarm.elastic import SwarmElastic
 from colab_swarm.swarm.simulation import Simulation
 from colab_swarm.swarm.swarm import Swarm
 from colab_swarm.tensors.chunks import Snapshot
@@ -130,7 +131,11 @@ def test_senseless_settings_raise_at_once(settings: dict[str, object]) -> None:
 
 @pytest.mark.parametrize("option", ["compresion", "prefix"])
 @pytest.mark.parametrize(
-    "make", [partial(Swarm.optimizer, target_batch_size=10), partial(Swarm.elastic_optimizer, peers=2)]
+    "make",
+    [
+        partial(Swarm.optimizer, target_batch_size=10),
+        lambda swarm, inner, **options: swarm.elastic.optimizer(inner, peers=2, **options),
+    ],
 )
 def test_an_unknown_option_is_named(make: Callable[..., object], option: str) -> None:
     with simulation(1) as sim, pytest.raises(TypeError, match=f"'{option}'"):
@@ -141,7 +146,7 @@ def test_an_unknown_option_is_named(make: Callable[..., object], option: str) ->
     ("method", "settings"),
     [
         (Swarm.optimizer, TrainingSettings),
-        (Swarm.elastic_optimizer, ElasticSettings),
+        (SwarmElastic.optimizer, ElasticSettings),
     ],
 )
 def test_docstrings_list_the_options(method: Callable[..., object], settings: type) -> None:

@@ -104,7 +104,7 @@ def play(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> Outcome:
     def train(swarm: Swarm) -> None:
         swarms[swarm.name] = swarm
         if scene.dials_out and swarm.name in ASSISTANTS:
-            swarm.serve_as_reducer()
+            swarm.reduce()
             swarm.runtime.call(asyncio.sleep(scene.end_s))
             return
         weight = torch.nn.Parameter(torch.zeros(4))

@@ -254,7 +254,7 @@ def test_what_cannot_step_with_a_mean_is_refused_at_once(
     def attempt(swarm: Swarm) -> None:
         with pytest.raises((TypeError, ValueError), match=text):
             if elastic:
-                swarm.elastic_optimizer(make(toy.model()), peers=2)
+                swarm.elastic.optimizer(make(toy.model()), peers=2)
             else:
                 swarm.optimizer(make(toy.model()), target_batch_size=10)
 
@@ -283,7 +283,7 @@ def test_the_swarms_own_optimizer_is_not_wrapped_again() -> None:
 @pytest.mark.parametrize(
     ("option", "text"),
     [
-        ("batchsize", r"swarm.optimizer\(…\) has no option 'batchsize'; it has batch_size"),
+        ("batchsize", r"Swarm.optimizer\(…\) has no option 'batchsize'; it has batch_size"),
         ("max_gradnorm", "it has max_grad_norm"),
         ("colour", "it has batch_size, weight_unit"),
     ],
@@ -293,9 +293,9 @@ def test_an_unknown_option_shows_the_one_that_was_meant(option: str, text: str) 
         with pytest.raises(TypeError, match=text):
             toy.join_training(swarm, toy.model(), **{option: 32})
         with pytest.raises(
-            TypeError, match=r"swarm.elastic_optimizer\(…\) has no option 'shceduler'; it has sched"
+            TypeError, match=r"SwarmElastic.optimizer\(…\) has no option 'shceduler'; it has sched"
         ):
-            swarm.elastic_optimizer(SGD(toy.model().parameters()), peers=2, shceduler=None)
+            swarm.elastic.optimizer(SGD(toy.model().parameters()), peers=2, shceduler=None)
 
     toy.alone(attempt)
 

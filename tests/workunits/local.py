@@ -163,7 +163,7 @@ async def coordinating(
             yield scene
         check_state(coordinator.dispatcher)
     finally:
-        await coordinator.close()
+        await coordinator.shut_down()
 
 
 def check_state(dispatcher: Dispatcher) -> None:

@@ -32,27 +32,29 @@ def coordinator(tmp_path: Path) -> Iterator[Coordinator]:
 @pytest.mark.slow
 def test_a_job_is_trained_from_a_link(coordinator: Coordinator, tmp_path: Path) -> None:
     assert repr(coordinator) == "Coordinator(tiny: epoch 1 of 2, 0 of 4 units, 0 volunteers)"
-    alice = cs.workunits.volunteer(coordinator.link, trust_code=True, name="alice's laptop", folder=tmp_path)
-    assert cs.workunits.volunteer(coordinator.link, name="alice's laptop", folder=tmp_path) is alice
+    alice = cs.workunits.volunteer(
+        coordinator.link, trust_code=True, peer_name="alice's laptop", folder=tmp_path
+    )
+    assert cs.workunits.volunteer(coordinator.link, peer_name="alice's laptop", folder=tmp_path) is alice
     assert coordinator.wait(30) and alice.wait(30) and alice.snapshot().accepted == 8
     assert sum(isinstance(entry, Assimilated) for entry in coordinator.log()) == 8
     assert not torch.equal(coordinator.model().weight, tiny_job().first_model().weight)  # type: ignore[arg-type]
     assert "finished: all 2 epochs are done" in repr(coordinator)
     assert "alice" in coordinator._repr_html_() and "<svg" in coordinator._repr_html_()
     assert "8 units accepted" in repr(alice) and "8 units accepted" in alice._repr_html_()
-    alice.stop()
-    alice.stop()
+    alice.close()
+    alice.close()
 
 
 @pytest.mark.slow
 def test_one_volunteer_one_subset_and_alpha_0_are_serial_training_bit_for_bit(tmp_path: Path) -> None:
     job = digits_job(subsets=1, alpha=0.0, max_epochs=3, local_epochs=2)
     with cs.workunits.coordinate(job, folder=tmp_path / "work", host="127.0.0.1", servers=1) as coordinator:
-        alice = cs.workunits.volunteer(coordinator.link, job=job, name="alice", folder=tmp_path)
+        alice = cs.workunits.volunteer(coordinator.link, job=job, peer_name="alice", folder=tmp_path)
         assert coordinator.wait(60)
         trained = Schema.of(coordinator.model()).flatten(coordinator.model())
         accuracies = [end.accuracy for end in coordinator.snapshot().epochs]
-        alice.stop()
+        alice.close()
     serial, measured = job.train_serially()
     np.testing.assert_array_equal(trained, Schema.of(serial).flatten(serial))
     assert accuracies == measured and measured[-1] > measured[0]
@@ -64,20 +66,22 @@ def test_a_stopped_job_resumes_and_its_link_stays_valid(tmp_path: Path) -> None:
     options: Any = {"folder": tmp_path / "work", "host": "127.0.0.1", "servers": 1}
     first = cs.workunits.coordinate(tiny_job(max_epochs=500), **options)
     assert cs.workunits.coordinate(tiny_job(max_epochs=500), **options) is first
-    alice = cs.workunits.volunteer(first.link, job=tiny_job(), name="alice", folder=tmp_path / "volunteers")
+    alice = cs.workunits.volunteer(
+        first.link, job=tiny_job(), peer_name="alice", folder=tmp_path / "volunteers"
+    )
     while first.snapshot().version < 3:
         alice.wait(0.01)
-    first.stop()
+    first.close()
     second = cs.workunits.coordinate(tiny_job(max_epochs=2), **options)
     assert second.url == first.url and second.wait(60)
     assert [entry.version for entry in second.log() if isinstance(entry, Assimilated)][:3] == [1, 2, 3]
-    alice.stop()
-    second.stop()
+    alice.close()
+    second.close()
 
 
 def test_code_is_not_run_before_it_is_trusted(coordinator: Coordinator, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="trust_code=True") as raised:
-        cs.workunits.volunteer(coordinator.link, name="alice", folder=tmp_path)
+        cs.workunits.volunteer(coordinator.link, peer_name="alice", folder=tmp_path)
     (saved,) = tmp_path.glob("alice/jobs/*.py")
     assert saved.read_text() == CODE and str(saved) in str(raised.value)
     take_folder(tmp_path, "alice")[1].release()  # nobody holds it
@@ -130,27 +134,27 @@ def test_peers_of_a_swarm_find_its_coordinator_and_are_credited_once(tmp_path: P
         cs.join(alice.invite(), peer_name="bob", options=options) as bob,
     ):
         with pytest.raises(cs.errors.JoinError, match="nobody coordinates"):
-            bob.volunteer(job=tiny_job(), folder=tmp_path)
-        coordinator = alice.coordinate(tiny_job(), **work)
+            bob.work.volunteer(job=tiny_job(), folder=tmp_path)
+        coordinator = alice.work.coordinate(tiny_job(), **work)
         volunteer = None
         while volunteer is None:
             try:
-                volunteer = bob.volunteer(job=tiny_job(), folder=tmp_path)
+                volunteer = bob.work.volunteer(job=tiny_job(), folder=tmp_path)
             except cs.errors.JoinError:
                 alice.watch(0.1)
         assert coordinator.wait(60) and volunteer.wait(30)
         assert [row.name for row in coordinator.snapshot().volunteers] == ["bob"]
         for _ in range(2):
-            assert alice.coordinate(tiny_job(), **work) is coordinator
+            assert alice.work.coordinate(tiny_job(), **work) is coordinator
             assert {row.peer: row.units for row in alice.contributions()} == {bob.id: 8}
     with cs.create("school", peer_name="alice", options=options) as again:
-        again.coordinate(tiny_job(), **work)
+        again.work.coordinate(tiny_job(), **work)
         assert not again.contributions()
 
 
 def test_simulated_peers_have_no_work_units() -> None:
     def ask(swarm: cs.Swarm) -> None:
-        swarm.volunteer()
+        swarm.work.volunteer()
 
     with cs.simulate(peers=1) as simulation, pytest.raises(PermissionError, match="simulated"):
         simulation.run(ask)
@@ -194,8 +198,10 @@ def test_a_folder_has_one_coordinator(tmp_path: Path) -> None:
 def test_a_volunteer_with_a_fixed_job_reuses_its_folder(tmp_path: Path) -> None:
     job = tiny_job(max_epochs=1000)
     with cs.workunits.coordinate(job, folder=tmp_path, **HERE) as one:
-        first = cs.workunits.volunteer(one.link, job=replace(job, loss=broken), name="alice", folder=tmp_path)
+        first = cs.workunits.volunteer(
+            one.link, job=replace(job, loss=broken), peer_name="alice", folder=tmp_path
+        )
         assert first.wait(10) and "no such layer" in first.snapshot().fault
-        second = cs.workunits.volunteer(one.link, job=job, name="alice", folder=tmp_path)
-        second.stop(finish_s=0.0)
+        second = cs.workunits.volunteer(one.link, job=job, peer_name="alice", folder=tmp_path)
+        second.close(finish_s=0.0)
         assert second is not first and second.folder == first.folder
