@@ -1,4 +1,10 @@
-# Two commands on a fresh machine: `make demo` and `make test`. Everything lives in .venv.
+# On a fresh machine, each command makes what it needs in .venv first:
+#   make demo    trains with several processes here; one is killed, another joins
+#   make test    runs all tests, tutorials and notebooks
+#   make check   looks at format, types, imports and words
+#   make docs    renders a page for each protocol into site/
+#   make bench   measures each published figure again
+#   make ordeal  runs whole benchmarks and long fault tests, before a release
 PYTHON ?= python3
 VENV := .venv
 CLASSIC := .venv-classic
@@ -9,7 +15,8 @@ export OMP_NUM_THREADS ?= 1
 # The many kernels and peers of a test run share what one of them has compiled, even where the shell would have none written.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test test-kernels test-device test-lowest ordeal storms classic binder check docs map picture bench publish-links clean
+.PHONY: demo test check docs bench ordeal
+.PHONY: test-kernels test-device test-lowest classic binder map picture publish-links
 .NOTPARALLEL:
 
 # A new pip, and modules compiled when they are first imported, for most never are: 66 s instead of 203 on two cores.
@@ -26,6 +33,23 @@ demo: $(VENV)/installed
 NBVAL := --nbval --nbval-current-env --nbval-sanitize-with tests/notebooks/sanitize.cfg
 test: $(VENV)/installed
 	$(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder -r fEs -m "not ordeal" --durations=40 $(NBVAL) tests tutorials
+
+check: $(VENV)/installed
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest tests/test_architecture.py tests/test_style.py tests/test_words.py
+
+# A page for each protocol, with what each public name promises; open site/index.html. A warning is an error.
+docs: $(VENV)/installed
+	$(BIN)/python -m tests.render_docs site
+
+bench: $(VENV)/installed
+	$(BIN)/python -m tests.benchmarks all
+
+# Whole benchmarks, processes killed by the dozen, hours of virtual churn: before a release, on a machine that does nothing else.
+ordeal: test-kernels test-device test-lowest
+	$(BIN)/python -m pytest -r fEs -m ordeal --durations=0 tests
 
 # The folders that calculate, with the kernels of other processors and with other numbers of threads.
 NUMERIC := tests/tensors tests/averaging tests/elastic tests/moe tests/training tests/recipes
@@ -52,16 +76,6 @@ test-lowest: $(VENV)/installed
 	$(LOWEST)/bin/pip install -q --no-compile -c $(LOWEST)/pins.txt -e '.[all]' pytest nbval hypothesis ipykernel 'moto[s3]' flask flask-cors
 	$(LOWEST)/bin/python -m pytest -r fEs -m "not ordeal" $(LOWEST_TESTS)
 
-# Whole benchmarks, processes killed by the dozen, hours of virtual churn: before a release, on a machine that does nothing else.
-ordeal: test-kernels test-device test-lowest
-	$(BIN)/python -m pytest -r fEs -m ordeal --durations=0 tests
-
-# More storms of faults, such as make storms N=2000 FIRST=500: on all cores, about 2 s each on one.
-N ?= 2000
-FIRST ?= 0
-storms: $(VENV)/installed
-	$(BIN)/python -m tests.sim.storm $(N) $(FIRST)
-
 # Classic Notebook with the widgets of Colab's generation; the rest of its kernel's packages are those of .venv.
 $(CLASSIC)/installed: tests/browser/classic-requirements.txt $(VENV)/installed
 	$(PYTHON) -m venv $(CLASSIC)
@@ -77,17 +91,7 @@ classic: $(CLASSIC)/installed
 binder: $(VENV)/installed
 	COLAB_SWARM_BUILD_BINDER=1 $(BIN)/python -m pytest -s -r fEs tests/test_binder.py
 
-check: $(VENV)/installed
-	$(BIN)/ruff format --check .
-	$(BIN)/ruff check .
-	$(BIN)/mypy
-	$(BIN)/python -m pytest tests/test_architecture.py tests/test_style.py tests/test_words.py
-
-# A page for each protocol, with what each public name promises; open site/index.html. A warning is an error.
-docs: $(VENV)/installed
-	$(BIN)/python -m tests.render_docs site
-
-# The map of files in .github/ARCHITECTURE.md.
+# One line a file of the package, from the first line of its docstring.
 map: $(VENV)/installed
 	$(BIN)/python -m tests.architecture_map
 
@@ -96,12 +100,6 @@ picture: $(VENV)/installed
 	$(BIN)/python -m tests.browser.picture
 	$(BIN)/python -m tests.readme.proof
 
-bench: $(VENV)/installed
-	$(BIN)/python -m tests.benchmarks all
-
 # Links, badges and install lines lead to the place where you publish your copy: make publish-links URL=https://github.com/NAME/REPO
 publish-links: $(VENV)/installed
 	$(BIN)/python -m tests.publish_links "$(URL)"
-
-clean:
-	rm -rf $(VENV) $(CLASSIC) $(LOWEST) site
