@@ -1,4 +1,4 @@
-"""Who may import whom (the layer table is code), and no file with two subjects."""
+"""Who may import whom, by the drawing of layers in ARCHITECTURE, and no file with two subjects."""
 
 import ast
 import re
@@ -9,26 +9,10 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent / "colab_swarm"
-LAYERS = [
-    {"errors", "events", "files", "snapshot", "runtime", "credentials", "markup", "project"},
-    {"tensors", "net"},
-    {"dht", "invite"},
-    {"averaging", "moe", "workunits", "trust"},
-    {"elastic", "training", "mailbox"},
-    {"recipes"},
-    {"sim"},
-    {"notebook"},  # views are functions of a snapshot, so a swarm can hand out its panel
-    {
-        "swarm",
-        "workunits.coordinator",
-        "workunits.volunteering",
-        "workunits.web",
-        "workunits.client",
-    },
-    {"backbone", "integrations", "workunits.__init__"},
-    {"cli", "experiments", "__init__", "__main__"},
-]
-RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
+PAGE = (ROOT.parent / ".github/ARCHITECTURE.md").read_text(encoding="utf-8")
+DRAWING = re.findall(r"^\w+ +\| ([\w., ]+) \| ", PAGE, re.MULTILINE)
+"""The modules and rooms of each layer, from the top."""
+RANK = {name: rank for rank, names in enumerate(reversed(DRAWING)) for name in names.split(", ")}
 NO_TORCH = {"net", "dht", "backbone"}
 SIM_USERS = {"sim", "swarm.simulation", "experiments"}
 WIRE_LIBRARIES = {"aiohttp", "pyngrok", "zeroconf", "cryptography"}
@@ -77,6 +61,14 @@ def module_of(name: str) -> str:
     return f"{parts[0]}.__init__"
 
 
+def test_the_drawing_has_each_room_once() -> None:
+    rooms = {name_of(path).split(".")[0] for path in MODULES}
+    drawn = ", ".join(DRAWING).split(", ")
+    assert sorted(name for name in drawn if "." not in name) == sorted(rooms)
+    modules = {name for name in drawn if "." in name}
+    assert modules <= {name_of(path) for path in MODULES}
+
+
 @pytest.mark.parametrize("path", MODULES, ids=name_of)
 def test_imports_point_down(path: Path) -> None:
     here = name_of(path)
@@ -84,6 +76,7 @@ def test_imports_point_down(path: Path) -> None:
     for name in imports(path):
         top, _, rest = name.partition(".")
         assert top != "tests", f"{here} imports {name}: the wheel has no tests"
+        assert top != "pickle", f"{here} imports {name}: what a stranger pickled runs as code"
         if top == "colab_swarm" and rest:
             there = module_of(rest)
             why = f"{here} imports {name}: move the shared type down, or pass it in"

@@ -5,17 +5,27 @@ import inspect
 import re
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import colab_swarm as cs
 from colab_swarm.cli.__main__ import main
+from colab_swarm.sim import profiles
+from colab_swarm.swarm.elastic import SwarmElastic
+from colab_swarm.swarm.experts import SwarmExperts
+from colab_swarm.swarm.work import SwarmWork
 from tests.integrations.test_trainer import trainer_of
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+FROM_HIVEMIND = (ROOT / "tutorials/from_hivemind.md").read_text(encoding="utf-8")
+FOR_USERS = {"README": README, "from_hivemind": FROM_HIVEMIND}
+CONTRIBUTING = (ROOT / ".github/CONTRIBUTING.md").read_text(encoding="utf-8")
+PYTHON = re.compile(r"```python\n(.*?)```", re.DOTALL)
 PAGES = sorted(path.parent for path in (ROOT / "colab_swarm").glob("*/__init__.py"))
 PROTOCOLS = (
     "averaging",
@@ -70,17 +80,15 @@ def test_modules_named_on_a_page_exist(package: Path) -> None:
         assert there or (inside.exists() and path.name in inside.read_text(encoding="utf-8")), named
 
 
-def test_the_tests_exist_that_the_page_on_members_names() -> None:
-    root = Path(cs.__file__).parent
-    text = (root / "trust/ONE_MEMBER.md").read_text()
-    tests = {
-        path.relative_to(root.parent): path.read_text() for path in (root.parent / "tests").rglob("test_*.py")
-    }
+@pytest.mark.parametrize("page", ["colab_swarm/trust/ONE_MEMBER.md", ".github/ARCHITECTURE.md"])
+def test_the_tests_exist_that_a_page_names(page: str) -> None:
+    text = (ROOT / page).read_text(encoding="utf-8")
+    tests = {path.relative_to(ROOT): path.read_text() for path in (ROOT / "tests").rglob("test_*.py")}
     names = re.findall(r"`(test_\w+)`", text)
     assert len(names) > 20
     missing = [name for name in names if not any(f"def {name}(" in source for source in tests.values())]
     files = re.findall(r"`(\w+/test_\w+\.py)`", text)
-    missing += [name for name in files if Path("tests", name) not in tests]
+    missing += [name for name in files if not {Path(name), Path("tests", name)} & tests.keys()]
     assert not missing
 
 
@@ -102,12 +110,14 @@ def test_badges_of_the_readme_have_addresses() -> None:
     assert used == defined
 
 
-def test_commands_of_the_readme_exist(capsys: pytest.CaptureFixture[str]) -> None:
-    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
-    assert set(re.findall(r"\bmake ([a-z]+) ", README.replace("`", " "))) <= targets
+def test_commands_of_the_pages_exist(capsys: pytest.CaptureFixture[str]) -> None:
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    assert set(re.findall(r"\bmake ([a-z-]+)`", README + CONTRIBUTING)) <= targets
+    (further,) = re.findall(r"^Further: (.*?): see", CONTRIBUTING, re.MULTILINE)
+    assert set(re.findall(r"`([a-z-]+)`", further)) <= targets
     main(["--help"])
-    told = capsys.readouterr().out
-    assert all(command in told for command in re.findall(r"colab-swarm ([a-z-]+)", README))
+    commands = set(re.findall(r"│ ([a-z-]+) ", capsys.readouterr().out))
+    assert set(re.findall(r"colab-swarm ([a-z-]+)", README + FROM_HIVEMIND)) <= commands
 
 
 def test_ci_runs_the_commands_of_the_readme() -> None:
@@ -149,14 +159,78 @@ def test_the_readmes_install_names_known_good_versions_and_the_index_of_a_torch_
     assert options[options.index("--extra-index-url") + 1] == "https://download.pytorch.org/whl/cpu"
 
 
-def test_names_in_the_readme_are_public() -> None:
-    assert {name for name in re.findall(r"\bcs\.(\w+)", README) if not hasattr(cs, name)} == set()
-    assert {name for name in re.findall(r"\bswarm\.(\w+)\(", README) if not hasattr(cs.Swarm, name)} == set()
+def code_of(text: str) -> list[ast.AST]:
+    """Return a page's blocks of Python, but for those of hivemind, and what stands between backticks and is Python."""
+    blocks = [block for block in PYTHON.findall(text) if "import hivemind" not in block]
+    trees: list[ast.AST] = [ast.parse(block) for block in blocks]
+    for span in re.findall(r"`([^`\n]+)`", re.sub(r"```.*?```", "", text, flags=re.DOTALL)):
+        try:
+            trees.append(ast.parse(span.replace("…", "_")))
+        except SyntaxError:
+            # a command, or a part of a call
+            continue
+    return trees
 
 
-def test_code_in_the_readme_is_python() -> None:
-    for block in re.findall(r"```python\n(.*?)```", README, re.DOTALL):
-        ast.parse(block)
+ROOMS: dict[str, type] = {"experts": SwarmExperts, "elastic": SwarmElastic, "work": SwarmWork}
+
+
+def public(dotted: str) -> Any:
+    """Return what a name such as ``swarm.experts.host`` stands for. An AttributeError if there is no such thing."""
+    first, *rest = dotted.split(".")
+    thing: Any = {"cs": cs, "swarm": cs.Swarm, "optimizer": cs.SwarmOptimizer}[first]
+    for name in rest:
+        if thing is cs.Swarm and name in ROOMS:
+            thing = ROOMS[name]
+        else:
+            thing = getattr(thing, name)
+    return thing
+
+
+@pytest.mark.parametrize("page", FOR_USERS)
+def test_names_on_a_page_for_users_are_public_and_so_are_the_arguments(page: str) -> None:
+    nodes = [node for tree in code_of(FOR_USERS[page]) for node in ast.walk(tree)]
+    named = {ast.unparse(node) for node in nodes if isinstance(node, ast.Attribute)}
+    named = {name for name in named if re.fullmatch(r"(cs|swarm|optimizer)(\.\w+)+(?<!\.ipynb)", name)}
+    assert len(named) > 10
+    for name in named:
+        public(name)
+    for call in nodes:
+        if not isinstance(call, ast.Call) or ast.unparse(call.func) not in named:
+            continue
+        parameters = inspect.signature(public(ast.unparse(call.func))).parameters
+        given = {keyword.arg for keyword in call.keywords}
+        takes_more = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+        assert takes_more or given <= parameters.keys(), ast.unparse(call)
+
+
+@pytest.mark.slow
+def test_the_script_for_users_of_hivemind_is_as_short_and_trains() -> None:
+    theirs, ours = PYTHON.findall(FROM_HIVEMIND)
+    ast.parse(theirs)
+    assert len(ours.splitlines()) <= len(theirs.splitlines()) <= 30
+    # a simulated peer is in its run already
+    meet = re.search(r"^swarm = .*\nprint\(swarm.invite\(\)\)\n", ours, re.MULTILINE)
+    assert meet is not None
+    code = ours.replace(meet[0], "").replace("2048", "256").replace("max_steps=100", "max_steps=4")
+
+    def train(swarm: cs.Swarm) -> tuple[int, torch.Tensor]:
+        names: dict[str, Any] = {"swarm": swarm}
+        exec(code, names)
+        return names["optimizer"].global_step, names["model"].weight
+
+    with cs.simulate(2) as simulation:
+        (step, weight), (other_step, other_weight) = simulation.run(train).values()
+    assert step == other_step == 4 and torch.equal(weight, other_weight)
+
+
+def test_the_first_change_in_contributing_makes_its_test_pass() -> None:
+    test, change = map(textwrap.dedent, PYTHON.findall(CONTRIBUTING))
+    names = dict(vars(profiles))
+    with pytest.raises(AssertionError):
+        exec(test, names)
+    exec(change, names)
+    exec(test, names)
 
 
 NUMBER = re.compile(r"-?\d+\.\d+")
