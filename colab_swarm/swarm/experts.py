@@ -61,7 +61,7 @@ class SwarmExperts:
     ) -> ExpertHost:
         """Host experts of a mixture on this machine's GPUs or CPU; see `ExpertHost`.
 
-        SwarmExperts of dead hosts continue from their last save. An earlier host of the prefix is stopped.
+        Experts of dead hosts continue from their last save. An earlier host of the prefix is stopped.
 
         Args:
             prefix: names the kind of experts.
