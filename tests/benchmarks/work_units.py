@@ -90,7 +90,7 @@ def epoch_seconds(folder: Path, servers: int, volunteers: int, units: int, *, ep
 
 def volunteer_all(parent: Channel, link: str, folder: str, name: str, units: int) -> None:
     torch.set_num_threads(1)
-    volunteer(link, trust_code=True, name=name, folder=folder, units=units).wait()
+    volunteer(link, trust_code=True, peer_name=name, folder=folder, units=units).wait()
 
 
 NUMEL = 5_000_000
@@ -222,7 +222,7 @@ def die_in_units(parent: Channel, epochs: int, folder: str, link: str, name: str
     last = ""
     while own is None:
         with suppress(JoinError):  # the coordinator is being started again
-            own = volunteer(link, job=ordeal_job(epochs), name=name, folder=Path(folder) / "volunteers")
+            own = volunteer(link, job=ordeal_job(epochs), peer_name=name, folder=Path(folder) / "volunteers")
         time.sleep(0.02)
     while not own.wait(0.01):
         units = own.snapshot().units

@@ -141,7 +141,7 @@ def test_peers_of_a_swarm_find_its_coordinator_and_are_credited_once(tmp_path: P
             try:
                 volunteer = bob.work.volunteer(job=tiny_job(), folder=tmp_path)
             except cs.errors.JoinError:
-                alice.watch(0.1)
+                alice.panel().watch(0.1)
         assert coordinator.wait(60) and volunteer.wait(30)
         assert [row.name for row in coordinator.snapshot().volunteers] == ["bob"]
         for _ in range(2):
