@@ -45,7 +45,7 @@ def test_a_plain_terminal_gets_plain_lines(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_notebook_that_runs_as_a_batch_job_keeps_its_panels_as_text(tmp_path: Path) -> None:
     path = tmp_path / "batch.ipynb"
-    first, name, rest = SCRIPT.partition("swarm.watch")
+    first, name, rest = SCRIPT.partition("swarm.panel().watch")
     cells = map(nbformat.v4.new_code_cell, (first, "panel", name + rest))
     nbformat.write(nbformat.v4.new_notebook(cells=list(cells)), path)
     run(sys.executable, "-m", "jupyter", "execute", "--inplace", str(path), folder=tmp_path)
