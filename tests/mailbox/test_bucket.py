@@ -31,7 +31,7 @@ def keys(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(name, "secret")
     quick = {"init_backoff": timedelta(milliseconds=10), "max_backoff": timedelta(milliseconds=20), "base": 2}
     monkeypatch.setitem(module.RETRY, "backoff", quick)
-    monkeypatch.setitem(module.RETRY, "retry_timeout", timedelta(seconds=0.3))
+    monkeypatch.setitem(module.RETRY, "retry_timeout", timedelta(seconds=1.5))
 
 
 @contextlib.contextmanager
