@@ -13,7 +13,7 @@ from typing import Any, Literal
 from rich.live import Live
 from typer import Argument, Option
 
-from colab_swarm.cli import demo as demo
+from colab_swarm.cli import demo as demo  # adds its command
 from colab_swarm.cli.command import (
     MAX_HOURS,
     Hours,
@@ -168,18 +168,18 @@ def _stay(swarm: Swarm, output: Output, facts: dict[str, str], *, hours: float |
 def runs(output: Output) -> None:
     now = time.time()
     rows = [("run", "peer", "state", "progress", "written")]
-    for page in logbook.pages().values():
-        line = PeerTable(page.peers).line()
-        rows.append((page.run, page.me, page.state_now(now), line, f"{duration(now - page.at)} ago"))
+    for last in logbook.last_states().values():
+        line = PeerTable(last.peers).line()
+        rows.append((last.run, last.me, last.state_now(now), line, f"{duration(now - last.at)} ago"))
         if output.json_lines:
             report(
                 output,
                 "run",
-                run=page.run,
-                run_id=page.run_id,
-                peer=page.me,
-                state=page.state_now(now),
-                at=page.at,
+                run=last.run,
+                run_id=last.run_id,
+                peer=last.me,
+                state=last.state_now(now),
+                at=last.at,
             )
     found = join()
     if output.json_lines:
@@ -228,8 +228,8 @@ def _report_status(output: Output, name: str, peers: PeerTable) -> None:
 def _looking_at(run: str, mailbox: str, output: Output) -> Iterator[tuple[str, Callable[[], PeerTable]]]:
     """Yield a run's name, and what looks at its peers."""
     if not run.strip("'\" ").startswith("swarm://"):
-        folder, page = _page_of(run)
-        yield page.run, lambda: _peers_on_page(folder)
+        folder, last = _newest(run)
+        yield last.run, lambda: _peers_in(folder)
         return
     invitation = Invite.parse(run)
     require(
@@ -249,22 +249,23 @@ def _looking_at(run: str, mailbox: str, output: Output) -> Iterator[tuple[str, C
         yield invitation.name, lambda: PeerTable(peer for peer in swarm.peers if not peer.me)
 
 
-def _page_of(run: str) -> tuple[Path, logbook.LastState]:
-    """Return the newest page of a run of this machine, and its folder."""
-    for folder, page in logbook.pages().items():
-        if run in ("", page.run, page.run_id):
-            return folder, page
+def _newest(run: str) -> tuple[Path, logbook.LastState]:
+    """Return the last state of the newest peer in a run of this machine, and its folder."""
+    for folder, last in logbook.last_states().items():
+        if run in ("", last.run, last.run_id):
+            return folder, last
     what = f"no process of this user was in a run {run!r}" if run else "no process of this user was in a run"
     raise JoinError(f"{what}: colab-swarm runs lists those known here; any other needs its invitation")
 
 
-def _peers_on_page(folder: Path) -> PeerTable:
-    page = logbook.pages()[folder]
-    state = page.state_now(time.time())
+def _peers_in(folder: Path) -> PeerTable:
+    last = logbook.last_states().get(folder)
+    if last is None:
+        raise JoinError("this peer has left, and did nothing")
+    state = last.state_now(time.time())
     if state in ("silent", "left"):
-        peers = (replace(peer, role=state) if peer.me else peer for peer in page.peers)
-        return PeerTable(peers)
-    return PeerTable(page.peers)
+        return PeerTable(replace(peer, role=state) if peer.me else peer for peer in last.peers)
+    return PeerTable(last.peers)
 
 
 @command("print the log of a run's newest peer on this machine", "logs my-run", "logs my-run --follow")
@@ -272,7 +273,7 @@ def logs(
     run: str = Argument("", help="the run's name; without it, the newest run here"),
     follow: bool = Option(False, "--follow", "-f", help="go on with new lines"),
 ) -> None:
-    folder, _ = _page_of(run)
+    folder, _ = _newest(run)
     printed = ""
     while True:
         text = logbook.log_of(folder)

@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from functools import partial
 
-from colab_swarm.errors import require as require
 from colab_swarm.events import Notice
 from colab_swarm.mailbox.bucket import Bucket
 from colab_swarm.mailbox.bucket_rounds import BucketRounds

@@ -27,7 +27,7 @@ class SwarmExperts:
     """A peer's experts (Learning@home): at most one host per prefix, one directory, and all layers and panels.
 
     Methods raise RuntimeError after `Swarm.leave`, and PermissionError where a peer that joined as a viewer or reducer
-    would host or train.
+    would host.
     """
 
     def __init__(

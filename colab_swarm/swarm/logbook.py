@@ -8,6 +8,7 @@ import asyncio
 import logging
 import os
 import shutil
+import threading
 import time
 from collections import deque
 from collections.abc import Callable
@@ -55,7 +56,7 @@ class LastState(msgspec.Struct, frozen=True):
 
 
 class Logbook:
-    """Writes the pages of one peer, from `keep` to `close`. A peer that did nothing leaves none."""
+    """Writes the state and the log of one peer, from `keep` to `close`. One that did nothing leaves nothing."""
 
     def __init__(self, run_id: str, peer: str, look: Callable[[], SwarmSnapshot]) -> None:
         self._run_id = run_id
@@ -64,6 +65,9 @@ class Logbook:
         self._lines = deque[str](maxlen=1000)
         self._step_at = float("-inf")
         self._worked = False
+        # nothing is written after the end
+        self._writing = threading.Lock()
+        self._closed = False
 
     def on_event(self, event: Event) -> None:
         now = time.time()
@@ -84,16 +88,21 @@ class Logbook:
     async def keep(self) -> None:
         await asyncio.to_thread(_delete_old, self._folder.parent)
         while True:
-            await asyncio.to_thread(self._write)
+            await asyncio.to_thread(self._keep_once)
             await asyncio.sleep(EVERY_S)
+
+    def _keep_once(self) -> None:
+        with self._writing:
+            if not self._closed:
+                self._write()
 
     def _write(self) -> None:
         seen = self._look()
-        page = LastState(self._run_id, seen.me, os.getpid(), time.time(), seen.state, seen.peers)
+        state = LastState(self._run_id, seen.me, os.getpid(), time.time(), seen.state, seen.peers)
         # a full disk must not disturb the training
         try:
             self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            write_file(self._folder / "page.json", [msgspec.json.encode(page)], private=True)
+            write_file(self._folder / "state.json", [msgspec.json.encode(state)], private=True)
             log = self._folder / "log.txt"
             with log.open("a", encoding="utf-8") as file:
                 while self._lines:
@@ -105,16 +114,18 @@ class Logbook:
             logger.debug("nothing is written to the logbook: %s", error)
 
     def close(self) -> None:
-        if self._worked:
-            self._write()
-        else:
-            shutil.rmtree(self._folder, ignore_errors=True)
+        with self._writing:
+            self._closed = True
+            if self._worked:
+                self._write()
+            else:
+                shutil.rmtree(self._folder, ignore_errors=True)
 
 
-def pages() -> dict[Path, LastState]:
-    """Return the last page of each peer that this user's processes were, by its folder, the newest first."""
+def last_states() -> dict[Path, LastState]:
+    """Return the last state of each peer that this user's processes were, by its folder, the newest first."""
     found = {}
-    for file in _folder().glob("*/page.json"):
+    for file in _folder().glob("*/state.json"):
         with suppress(OSError, *UNDECODABLE):
             found[file.parent] = msgspec.json.decode(file.read_bytes(), type=LastState)
     return dict(sorted(found.items(), key=lambda item: -item[1].at))
@@ -133,7 +144,7 @@ def _folder() -> Path:
 
 
 def _delete_old(folder: Path) -> None:
-    for page in folder.glob("*/page.json"):
+    for file in folder.glob("*/state.json"):
         with suppress(OSError):
-            if time.time() - page.stat().st_mtime > KEPT_S:
-                shutil.rmtree(page.parent, ignore_errors=True)
+            if time.time() - file.stat().st_mtime > KEPT_S:
+                shutil.rmtree(file.parent, ignore_errors=True)

@@ -90,6 +90,7 @@ class Swarm(contextlib.AbstractContextManager["Swarm"]):
         contributions = None if network is None else network.trust.contributions
         self._overview = Overview(runtime, services, name, self.optimizers, contributions)
         self._experts: SwarmExperts | None = None
+        self._elastic: SwarmElastic | None = None
         self._logbook: Logbook | None = None
         self._panel: Panel[SwarmSnapshot] | None = None
         self._recorder: Recorder | None = None
@@ -321,12 +322,14 @@ class Swarm(contextlib.AbstractContextManager["Swarm"]):
             self._experts = SwarmExperts(self.runtime, self.services, self._check, self.leave)
         return self._experts
 
-    @cached_property
+    @property
     def elastic(self) -> "SwarmElastic":
         """Small groups that do not wait for all gradients (Elastic Consistency)."""
         from colab_swarm.swarm.elastic import SwarmElastic
 
-        return SwarmElastic(self.runtime, self.services, self._check)
+        if self._elastic is None:
+            self._elastic = SwarmElastic(self.runtime, self.services, self._check)
+        return self._elastic
 
     @cached_property
     def work(self) -> "SwarmWork":
@@ -464,7 +467,7 @@ class Swarm(contextlib.AbstractContextManager["Swarm"]):
 
     def _rooms(self) -> "list[SwarmExperts | SwarmElastic]":
         """Return the parts in use that end with this peer."""
-        return [vars(self)[name] for name in ("_experts", "elastic") if vars(self).get(name)]
+        return [part for part in (self._experts, self._elastic) if part is not None]
 
     def _check(self, *, worker: bool = False) -> None:
         text = "this peer has left its swarm: cs.join(state_dir=…) or a new invitation brings it back"

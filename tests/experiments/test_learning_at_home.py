@@ -80,7 +80,7 @@ def test_a_run_with_int8_sends_a_quarter_of_the_bytes() -> None:
 @pytest.mark.slow
 def test_many_batches_in_flight_do_not_feel_a_delay_that_stops_one(monkeypatch: pytest.MonkeyPatch) -> None:
     small: dict[str, Any] = {"make": lambda: FeedForward(8), "sample": (8,), "blocks": 2, "in_flight": 8}
-    small["seconds"] = 0.5
+    small |= {"seconds": 0.5}
     monkeypatch.setattr(
         learning_at_home, "CHAINS", [replace(chain, **small) for chain in learning_at_home.CHAINS]
     )

@@ -1,10 +1,8 @@
 """`swarm.batches`: data in a plain training loop."""
 
 from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Any
 
-import ipywidgets
 import pytest
 import torch
 from torch.utils.data import (
@@ -18,9 +16,6 @@ from torch.utils.data import (
 
 import colab_swarm as cs
 from colab_swarm.events import Notice
-from colab_swarm.notebook.panel import Panel
-from colab_swarm.swarm.batches import BatchReader
-from colab_swarm.swarm.script import CellView
 from colab_swarm.swarm.swarm import Swarm
 from colab_swarm.training.optimizer import SwarmOptimizer
 from tests.training import toy
@@ -402,53 +397,6 @@ def test_peers_read_a_shuffled_stream_each_in_an_order_of_its_own() -> None:
     with cs.simulate(2) as simulation:
         first, second = simulation.run(train).values()
     assert first != second and sorted(first) == sorted(second) == list(range(ROWS))
-
-
-class Cell:
-    """What a front-end shows under a cell."""
-
-    def __init__(self) -> None:
-        self.shown: list[Any] = []
-        self.lines: list[str] = []
-
-    def display(self, shown: Any, *, raw: bool = False, display_id: bool = False) -> Any:
-        if not raw:
-            self.shown.append(shown)
-            return None
-        self.lines.append(shown["text/plain"])
-        return SimpleNamespace(update=lambda line, raw: self.lines.append(line["text/plain"]))
-
-
-@pytest.mark.parametrize("ends", ["at the last step", "by an interrupt"])
-def test_a_training_cell_has_a_line_that_is_saved_and_the_one_panel(
-    ends: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    cell = Cell()
-    monkeypatch.setattr("IPython.display.display", cell.display)
-    states: list[str] = []
-
-    def train(swarm: Swarm) -> None:
-        panel = Panel(swarm.snapshot, swarm.leave, live=True)
-        form = panel.form = ipywidgets.VBox([panel.widget()])
-        net, optimizer = begin(swarm)
-        reader = BatchReader(loader(), optimizer, peer=swarm.id, warn=print)
-        reading = reader.read(2, shows=CellView(optimizer, panel, run="digits"))
-        for _, x_BI in reading:
-            states.append(swarm.snapshot().state)
-            net(x_BI).mean().backward()
-            optimizer.step()
-            if ends == "by an interrupt" and optimizer.global_step == 1:
-                reading.close()
-        states.append(swarm.snapshot().state)
-        assert form.children == () and cell.shown == [panel]
-
-    toy.alone(train)
-    assert cell.lines[0].startswith("step 0 of 2: ") and "colab-swarm status digits" in cell.lines[0]
-    if ends == "by an interrupt":
-        assert cell.lines[-1].endswith("; stopped: run the cell again to go on") and states[-1] == "training"
-    else:
-        assert cell.lines[-1].endswith("; step 2 of 2 is done: raise max_steps to train on")
-        assert states[0] == "training" and states[-1] == "finished"
 
 
 def mean_over(rows: torch.Tensor) -> torch.nn.Module:

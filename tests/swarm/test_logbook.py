@@ -8,7 +8,7 @@ import pytest
 from colab_swarm.events import Notice, StepFinished
 from colab_swarm.snapshot import PeerRow, SwarmSnapshot
 from colab_swarm.swarm import logbook
-from colab_swarm.swarm.logbook import SILENT_S, LastState, Logbook, log_of, pages
+from colab_swarm.swarm.logbook import SILENT_S, LastState, Logbook, last_states, log_of
 
 ROW = PeerRow("alice", "01" * 4, "trainer", 7, 2.0, 0.0, None, True)
 
@@ -30,8 +30,8 @@ def test_a_peer_that_worked_leaves_its_last_state_and_its_log() -> None:
         alice.on_event(StepFinished(0.0, step, 256.0, loss=0.5))
     alice.on_event(Notice(0.0, "the bucket\x1b[2J answers again"))
     alice.close()
-    (folder, page), *none = pages().items()
-    assert not none and (page.run, page.me, page.state, page.peers) == ("digits", "alice", "left", (ROW,))
+    (folder, last), *none = last_states().items()
+    assert not none and (last.run, last.me, last.state, last.peers) == ("digits", "alice", "left", (ROW,))
     first, last = log_of(folder).splitlines()
     # steps that follow at once have one line, and no word of a peer controls a terminal
     assert first.endswith("step 0: loss 0.5000, 256 samples") and "\x1b" not in last
@@ -42,12 +42,12 @@ def test_a_peer_that_did_nothing_leaves_nothing() -> None:
     idle = book()
     idle.on_event(Notice(0.0, "hello"))
     idle.close()
-    assert not pages()
+    assert not last_states()
 
 
 def test_a_process_that_writes_no_more_is_silent() -> None:
-    page = LastState("digits-01234567", "alice", 1, 100.0, "training", (ROW,))
-    assert page.state_now(100.0 + SILENT_S) == "training" and page.state_now(101.0 + SILENT_S) == "silent"
+    last = LastState("digits-01234567", "alice", 1, 100.0, "training", (ROW,))
+    assert last.state_now(100.0 + SILENT_S) == "training" and last.state_now(101.0 + SILENT_S) == "silent"
 
 
 def test_a_disk_that_refuses_disturbs_nothing(cache: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -56,7 +56,7 @@ def test_a_disk_that_refuses_disturbs_nothing(cache: Path, caplog: pytest.LogCap
     alice.on_event(StepFinished(0.0, 1, 256.0, loss=None))
     with caplog.at_level(logging.DEBUG, logbook.__name__):
         alice.close()
-    assert "nothing is written" in caplog.text and not pages()
+    assert "nothing is written" in caplog.text and not last_states()
 
 
 def test_a_long_log_keeps_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -66,6 +66,6 @@ def test_a_long_log_keeps_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
         alice.on_event(StepFinished(0.0, session, 256.0, loss=None))
         alice.on_event(Notice(0.0, "x" * 100))
         alice.close()
-    (folder,) = pages()
+    (folder,) = last_states()
     text = log_of(folder)
     assert "step 5: 256 samples" in text and "step 0:" not in text and len(text) < 800

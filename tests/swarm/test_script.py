@@ -5,6 +5,7 @@ from collections import deque
 from types import SimpleNamespace
 from typing import Any
 
+import ipywidgets
 import pytest
 import torch
 
@@ -12,7 +13,10 @@ import colab_swarm as cs
 from colab_swarm.events import BatchDropped, Event, Notice, PeerJoined, Waited
 from colab_swarm.net.peers import PeerId
 from colab_swarm.notebook.explanation import shorten_interrupts
-from colab_swarm.swarm.script import Attendance, ScriptLines
+from colab_swarm.notebook.panel import Panel
+from colab_swarm.swarm import script
+from colab_swarm.swarm.batches import BatchReader
+from colab_swarm.swarm.script import Attendance, CellView, ScriptLines
 from colab_swarm.swarm.swarm import Swarm
 from colab_swarm.training.records import ProgressRecord
 from tests.training import toy
@@ -48,12 +52,14 @@ def test_a_look_tells_who_joined_left_and_came_back(
     assert attendance.look(now) == last
 
 
-def lines_of(*events: Event, there: dict[PeerId, Any] | None = None, now: float = 0.0) -> ScriptLines:
-    view = SimpleNamespace(me=CAROL, there={CAROL: RECORD, **(there or {})})
+def lines_of(
+    *events: Event, there: dict[PeerId, Any] | None = None, now: float = 0.0, **more: Any
+) -> ScriptLines:
+    view = SimpleNamespace(me=CAROL, there={} if there is None else there)
     optimizer: Any = SimpleNamespace(global_step=0, rounds=SimpleNamespace(view=view))
     waited = next((event for event in events if isinstance(event, Waited)), None)
     overview: Any = SimpleNamespace(names=lambda: {BOB.hex()[:8]: "bob"}, unsaid=deque(events), silent=waited)
-    return ScriptLines(optimizer, overview, lambda: now, name="carol", every_s=0.0)
+    return ScriptLines(optimizer, overview, lambda: now, name="carol", every_s=0.0, **more)
 
 
 @pytest.mark.parametrize(
@@ -80,23 +86,25 @@ def test_the_own_peer_does_not_join(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_who_stays_says_how_others_can_join_when_the_creator_is_away(
-    capsys: pytest.CaptureFixture[str],
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lines = lines_of(there={BOB: RECORD})
-    lines._creator, lines._invite = BOB, lambda: "swarm://digits.abc"
-    view: Any = lines._optimizer.rounds.view
-    for there in ({BOB: RECORD}, {}, {}):
-        view.there = there
-        lines._looked_at = float("-inf")
-        lines.on_batch(9)
+    monkeypatch.setattr(script, "LOOK_EVERY_S", 0.0)
+    there: dict[PeerId, Any] = {BOB: RECORD}
+    lines = lines_of(there=there, creator=BOB, invite=lambda: "swarm://digits.abc")
+    lines.on_batch(9)
+    there.clear()
+    lines.on_batch(9)
+    lines.on_batch(9)
     invited = [line for line in capsys.readouterr().out.splitlines() if "swarm://digits.abc" in line]
     assert invited == ["who created the run is away; new friends can join by swarm://digits.abc"]
 
 
-def test_a_wait_that_goes_on_for_long_says_once_for_whom(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_wait_that_goes_on_for_long_says_once_for_whom(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(script, "LOOK_EVERY_S", 0.0)
     lines = lines_of(Waited(0.0, BOB.hex(), "its part of a round", 0.4), now=11.0)
     for _ in range(2):
-        lines._looked_at = float("-inf")
         lines.tick()
     assert capsys.readouterr().out == "waiting for bob still: its part of a round\n"
 
@@ -121,6 +129,54 @@ def test_a_step_has_a_line_each_so_many_seconds_and_the_last_one_always(
                 [], toy.join_training(swarm, toy.model()), max_steps=1, log_every_s=-1
             )
         )
+
+
+class Cell:
+    """What a front-end shows under a cell."""
+
+    def __init__(self) -> None:
+        self.shown: list[Any] = []
+        self.lines: list[str] = []
+
+    def display(self, shown: Any, *, raw: bool = False, display_id: bool = False) -> Any:
+        if not raw:
+            self.shown.append(shown)
+            return None
+        self.lines.append(shown["text/plain"])
+        return SimpleNamespace(update=lambda line, raw: self.lines.append(line["text/plain"]))
+
+
+@pytest.mark.parametrize("ends", ["at the last step", "by an interrupt"])
+def test_a_training_cell_has_a_line_that_is_saved_and_the_one_panel(
+    ends: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cell = Cell()
+    monkeypatch.setattr("IPython.display.display", cell.display)
+    states: list[str] = []
+
+    def train(swarm: Swarm) -> None:
+        panel = Panel(swarm.snapshot, swarm.leave, live=True)
+        form = panel.form = ipywidgets.VBox([panel.widget()])
+        net = toy.model()
+        optimizer = toy.join_training(swarm, net, target_batch_size=4)
+        reader = BatchReader([torch.zeros(4, 8)], optimizer, peer=swarm.id, warn=print)
+        reading = reader.read(2, shows=CellView(optimizer, panel, run="digits"))
+        for x_BI in reading:
+            states.append(swarm.snapshot().state)
+            net(x_BI).mean().backward()
+            optimizer.step()
+            if ends == "by an interrupt" and optimizer.global_step == 1:
+                reading.close()
+        states.append(swarm.snapshot().state)
+        assert form.children == () and cell.shown == [panel]
+
+    toy.alone(train)
+    assert cell.lines[0].startswith("step 0 of 2: ") and "colab-swarm status digits" in cell.lines[0]
+    if ends == "by an interrupt":
+        assert cell.lines[-1].endswith("; stopped: run the cell again to go on") and states[-1] == "training"
+    else:
+        assert cell.lines[-1].endswith("; step 2 of 2 is done: raise max_steps to train on")
+        assert states[0] == "training" and states[-1] == "finished"
 
 
 def test_ctrl_c_ends_a_script_with_one_line(
