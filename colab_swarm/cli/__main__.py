@@ -261,7 +261,7 @@ def _newest(run: str) -> tuple[Path, logbook.LastState]:
 def _peers_in(folder: Path) -> PeerTable:
     last = logbook.last_states().get(folder)
     if last is None:
-        raise JoinError("this peer has left, and did nothing")
+        raise JoinError("this peer has left, and did nothing: colab-swarm runs lists what is left")
     state = last.state_now(time.time())
     if state in ("silent", "left"):
         return PeerTable(replace(peer, role=state) if peer.me else peer for peer in last.peers)
