@@ -2,8 +2,7 @@
 
 name = "sahajbert"                  # of the run
 folder = "sahajbert"                # identity, checkpoints and losses; beside this file
-access = "allowlist"                # open, invite or allowlist
-allow_organisations = ["neuropark"]
+allow_organisations = ["neuropark"] # of Hugging Face: only their members may join
 
 [network]
 port = 4500
@@ -16,7 +15,7 @@ mbit_s = 200
 port = 8080
 
 [settings]                          # of the invitation: the volunteers' notebooks read them
-tokenizer = "neuropark/tokenizer"
+tokenizer = "tokenizer.json"        # a file beside this one travels through the run
 
 [[collaborations]]
 every_steps = 50
@@ -36,7 +35,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta, field
 
-from colab_swarm.invite import Access, Settings
+from colab_swarm.invite import Setting, Settings
 from colab_swarm.net.relay import RelayQuota
 from colab_swarm.swarm.network import NetworkOptions
 from colab_swarm.trust.authority import Allowlist
@@ -105,11 +104,12 @@ class RunFile(_Table, frozen=True):
     name: str  # of the run
     folder: str = ""  # for all files; the run's name if empty
     peer_name: str = "backbone"  # the backbone's name for other peers
-    access: Access = "invite"  # who may join
-    allow_users: tuple[str, ...] = ()  # of Hugging Face, for the allowlist
+    access: Literal["open", "invite"] = "invite"  # who may join
+    allow_users: tuple[str, ...] = ()  # of Hugging Face: of those invited, only these and members of these
     allow_organisations: tuple[str, ...] = ()
     invitation_hours: Annotated[float, Meta(gt=0, le=24 * 365)] = 24.0  # life of the printed invitation
-    settings: Settings = field(default_factory=dict)  # for training, in the printed invitation
+    # For training, in the printed invitation. Once read, a text that names a file beside this one is its `Path`.
+    settings: Settings = field(default_factory=dict)
     network: Network = field(default_factory=Network)
     relay: RelayLimits = field(default_factory=RelayLimits)
     dashboard: Dashboard = field(default_factory=Dashboard)
@@ -118,7 +118,7 @@ class RunFile(_Table, frozen=True):
 
     @property
     def allowlist(self) -> Allowlist | None:
-        if self.access == "allowlist":
+        if self.allow_users or self.allow_organisations:
             return Allowlist(self.allow_users, self.allow_organisations)
         return None
 
@@ -142,4 +142,9 @@ def read_run_file(path: str | Path) -> RunFile:
     names = {collaboration.name for collaboration in run.collaborations}
     if not names or len(names) != len(run.collaborations):
         raise ValueError(f"{path}: needs at least one of [[collaborations]], each with a name of its own")
-    return msgspec.structs.replace(run, folder=str(path.parent / (run.folder or run.name)))
+    settings: dict[str, Setting | Path] = {}
+    for name, value in run.settings.items():
+        beside = path.parent / str(value)
+        settings[name] = beside if beside.is_file() else value
+    folder = path.parent / (run.folder or run.name)
+    return msgspec.structs.replace(run, folder=str(folder), settings=settings)

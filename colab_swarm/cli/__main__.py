@@ -29,7 +29,7 @@ from colab_swarm.cli.command import (
 )
 from colab_swarm.cli.lines import report, report_event, report_facts, say
 from colab_swarm.errors import JoinError, MismatchError, require
-from colab_swarm.invite import Access, Invite
+from colab_swarm.invite import Invite
 from colab_swarm.markup import aligned, duration
 from colab_swarm.net.relay import RelayQuota
 from colab_swarm.snapshot import PeerTable
@@ -96,16 +96,15 @@ def create(
     allow_organisation: list[str] = Option([], help="organisation on the run's allowlist"),
     peer_name: PeerName = "backbone",
 ) -> None:
-    access: Access = "allowlist" if allow_user or allow_organisation else "invite"
     if mailbox:
+        listed = allow_user or allow_organisation
         require(
             not run.endswith(".toml"),
             "a run in a bucket has no backbone: give its name instead of a run.toml",
         )
         with create_run(
             run,
-            access=access,
-            allow=Allowlist(tuple(allow_user), tuple(allow_organisation)) if access == "allowlist" else None,
+            allow=Allowlist(tuple(allow_user), tuple(allow_organisation)) if listed else None,
             mailbox=mailbox,
             peer_name=peer_name,
             options=network,
@@ -125,7 +124,6 @@ def create(
         file = RunFile(
             name=run,
             peer_name=peer_name,
-            access=access,
             allow_users=tuple(allow_user),
             allow_organisations=tuple(allow_organisation),
             invitation_hours=hours or 24.0,

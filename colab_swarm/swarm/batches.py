@@ -1,7 +1,7 @@
 """A peer's data in a plain training loop: on its device, in its own order, until the swarm's last step."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 
@@ -15,11 +15,16 @@ if TYPE_CHECKING:
     from colab_swarm.training.optimizer import SwarmOptimizer
 
 
+KEEP_S = 60.0
+"""How old the kept state of a loader may be: after a crash, what it gave since is read again."""
+
+
 class BatchReader:
     """Reads a loader again and again for one trainer, from its own position, which the optimizer keeps.
 
-    ``peer`` seeds the order of each pass. ``warn`` takes a sentence for the user. Raises RuntimeError if the
-    optimizer steps no more.
+    ``peer`` seeds the order of each pass. An endless iterator with ``state_dict`` and ``load_state_dict``, as those of
+    `recipes`, has an order and a position of its own. ``warn`` takes a sentence for the user, ``time`` returns
+    seconds. Raises RuntimeError if the optimizer steps no more.
     """
 
     def __init__(
@@ -29,12 +34,18 @@ class BatchReader:
         *,
         peer: PeerId,
         warn: Callable[[str], None],
+        time: Callable[[], float],
     ) -> None:
         optimizer.check_open()
         self._loader = loader
         self._optimizer = optimizer
         self._peer = peer
         self._warn = warn
+        self._time = time
+        self._kept_at = time()
+        self._stream: Stateful | None = None
+        if isinstance(loader, Iterator) and isinstance(loader, Stateful):
+            self._stream = loader
         self._checkpoint = optimizer.checkpoint
         self._checkpoint.number_of(loader)
         self._device = optimizer.param_groups[0]["params"][0].device
@@ -44,14 +55,35 @@ class BatchReader:
         optimizer = self._optimizer
         optimizer.max_steps = max_steps
         shows.on_begin(max_steps)
-        passes = self._passes()
+        passes = self._passes() if self._stream is None else self._rest_of(self._stream)
         try:
             with optimizer.loop():
                 while not (optimizer.over or optimizer.global_step >= max_steps):
                     yield next(passes)
                     shows.on_batch(max_steps)
         finally:
+            self._keep()
             shows.on_end(max_steps)
+
+    def _rest_of(self, stream: "Stateful") -> Iterator[Any]:
+        """Yield what follows the batches of an earlier session of this peer."""
+        if self._number in self._checkpoint.states:
+            try:
+                stream.load_state_dict(self._checkpoint.states[self._number])
+            except ValueError as error:
+                self._warn(f"the data are read from their beginning: {error}")
+        counter = SampleCounter(self._loader, self._optimizer.settings.batch_size)
+        for index, batch in enumerate(self._loader):
+            self._optimizer.add_batch(counter.count(batch, index), loader=self._number)
+            yield _moved(batch, self._device)
+            if self._time() - self._kept_at > KEEP_S:
+                self._keep()
+
+    def _keep(self) -> None:
+        """Let the next checkpoint have the stream's position; on the user's thread, which reads it."""
+        if self._stream is not None:
+            self._checkpoint.states[self._number] = self._stream.state_dict()
+            self._kept_at = self._time()
 
     def _passes(self) -> Iterator[Any]:
         counter = SampleCounter(self._loader, self._optimizer.settings.batch_size)
@@ -67,7 +99,7 @@ class BatchReader:
                 if size == 0:
                     continue
                 # Without a size, a bare step() asks for samples=.
-                self._optimizer.add_batch(size, loader=self._checkpoint.number_of(self._loader))
+                self._optimizer.add_batch(size, loader=self._number)
                 yield _moved(batch, self._device)
             require(
                 self._position != (number, 0),
@@ -76,24 +108,37 @@ class BatchReader:
             self._position = number + 1, 0
 
     @property
+    def _number(self) -> int:
+        """The loader's in the checkpoint, which may be loaded anew meanwhile."""
+        return self._checkpoint.number_of(self._loader)
+
+    @property
     def _position(self) -> tuple[int, int]:
         """Passes over this loader, and batches of the present one."""
-        return self._checkpoint.positions[self._checkpoint.number_of(self._loader)]
+        return self._checkpoint.positions[self._number]
 
     @_position.setter
     def _position(self, position: tuple[int, int]) -> None:
-        self._checkpoint.positions[self._checkpoint.number_of(self._loader)] = position
+        self._checkpoint.positions[self._number] = position
 
     def _shuffle(self, number: int) -> None:
         """Give the loader's pass of this ``number`` an order of this peer's own; warn at the first if it has none."""
         purpose: list[object] = [number]
-        loader = self._checkpoint.number_of(self._loader)
         # Loaders that are read side by side have orders of their own, too.
-        if loader:
-            purpose.append(loader)
+        if self._number:
+            purpose.append(self._number)
         warning = give_order(self._loader, seed_of(self._peer, *purpose), number)
         if warning and number == 0:
             self._warn(warning)
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """Says where it is, and continues from there (the protocol of torch.distributed.checkpoint and torchdata)."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
 
 
 def _moved(batch: Any, device: torch.device) -> Any:

@@ -24,6 +24,7 @@ from colab_swarm.swarm import joining
 from colab_swarm.swarm.network import DEFAULT_OPTIONS, NetworkOptions
 from colab_swarm.swarm.saved import folder_of, read_saved
 from colab_swarm.swarm.swarm import Swarm
+from colab_swarm.trust.authority import Allowlist
 
 SAVED = "SWARM_INVITATION"
 _connection: Connection | None = None
@@ -66,14 +67,15 @@ def connect(
     *,
     run: str = "my-swarm",
     peer_name: str = "",
+    allow: Allowlist | None = None,
     mailbox: str = "",
     accept_terms: Consent = False,
     options: NetworkOptions = DEFAULT_OPTIONS,
     state_dir: str | Path | None = None,
-    send_hf_token: bool = False,
 ) -> Swarm | Connection:
     """Make this notebook a peer: show a form that starts or joins a run, and then becomes the panel.
 
+    The form asks before it sends a token of Hugging Face, which a run with an allowlist needs; elsewhere use `join`.
     With an ``invitation``, or the address of a bucket for a new run whose rounds are there, it acts at once, as
     `join` and `create` do. So does a notebook whose page nobody sees, as in CI, where the invitation may be the secret
     or environment variable ``SWARM_INVITATION``; without one it starts a run. Run it again for the same peer. The
@@ -86,12 +88,12 @@ def connect(
         invitation: the line that a friend sent; empty: see above.
         run: name of a run that is started.
         peer_name: what the others see of this peer.
+        allow: who may join a run that is started; see `create`.
         mailbox: confirms where the rounds of an invitation are; see `join`.
         accept_terms: the platform's terms allow this; on a machine of your own, relays or tunnels may be used.
             "tunnels": you use paid compute units on Colab, and the platform's terms allow tunnels and relays.
         options: how this peer takes part; a tunnel, relay or address given there is the door.
-        state_dir: see `create`; a peer that it saves is resumed.
-        send_hf_token: of an invitation to an allowlist run; see `join`. The form asks when it is needed.
+        state_dir: see `create`; a peer that it saves is resumed, on Colab once you have agreed to the terms again.
 
     Raises:
         JoinError: no peer of the invitation answers, or nobody could reach a run that is started here.
@@ -99,19 +101,21 @@ def connect(
         InviteError, TermsError, ValueError, StateError: see `join` and `create`.
     """
     global _connection
-    act = partial(_connect, run=run, mailbox=mailbox, options=options, state_dir=state_dir)
+    act = partial(_connect, run=run, allow=allow, mailbox=mailbox, options=options, state_dir=state_dir)
     saves = state_dir is not None and read_saved(folder_of(state_dir)) is not None
-    acts_at_once = bool(invitation) or saves
     require(
-        acts_at_once or platforms.in_notebook(),
+        invitation or saves or platforms.in_notebook(),
         "cs.connect() shows a form, which needs a notebook. In a script use cs.create('my-run') to start a run, or "
         "cs.join('swarm://…') with a friend's invitation",
         RuntimeError,
     )
-    if acts_at_once or not platforms.has_frontend():
-        return act(Entries(invitation, peer_name, accept_terms, send_hf_token=send_hf_token), print)
+    here = platforms.platform()
+    # a peer that comes back has agreed to the terms of its platform in an earlier session only
+    comes_back = saves and (accept_terms or not here.must_agree)
+    if invitation or comes_back or not platforms.has_frontend():
+        return act(Entries(invitation, peer_name, accept_terms), print)
     if _connection is None or not _connection.is_open:
-        _connection = Connection(act, platforms.platform(), saved=find_secret(SAVED) is not None)
+        _connection = Connection(act, here, saved=saves or find_secret(SAVED) is not None)
     from IPython.display import display
 
     display(_connection)  # type: ignore[no-untyped-call]
@@ -123,6 +127,7 @@ def _connect(
     say: Say,
     *,
     run: str,
+    allow: Allowlist | None,
     mailbox: str,
     options: NetworkOptions,
     state_dir: str | Path | None,
@@ -133,6 +138,7 @@ def _connect(
         say(f"… starting {run} in {invitation}")
         swarm = joining.create(
             run,
+            allow=allow,
             mailbox=invitation,
             options=options,
             peer_name=entries.name,
@@ -157,7 +163,7 @@ def _connect(
             send_hf_token=entries.send_hf_token,
         )
     else:
-        swarm = _start(run, options, entries, say, state_dir=state_dir)
+        swarm = _start(run, options, entries, say, allow=allow, state_dir=state_dir)
     _say_links(swarm, say)
     return swarm
 
@@ -200,6 +206,7 @@ def _start(
     entries: Entries,
     say: Say,
     *,
+    allow: Allowlist | None,
     state_dir: str | Path | None,
 ) -> Swarm:
     """Create a run through the first door that opens; JoinError if none does."""
@@ -217,6 +224,7 @@ def _start(
         try:
             swarm = joining.create(
                 run,
+                allow=allow,
                 options=replace(options, **door.changes),
                 peer_name=entries.name,
                 state_dir=state_dir,

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import wraps
 from pathlib import Path
-from typing import ParamSpec, TypeVar, overload
+from typing import Literal, ParamSpec, TypeVar, overload
 
 from colab_swarm.credentials import require_secret
 from colab_swarm.errors import JoinError, StateError, TokenNotSent, require
@@ -60,7 +60,7 @@ def answers_name(call: Callable[P, T]) -> Callable[P, T]:
 def create(
     run: str,
     *,
-    access: Access = "invite",
+    access: Literal["open", "invite"] = "invite",
     allow: Allowlist | None = None,
     mailbox: str = "",
     peer_name: str = "",
@@ -76,8 +76,8 @@ def create(
 
     Args:
         run, peer_name: names of the run and of this peer, for people.
-        access, allow: who may join: everyone who knows an address (``open``), everyone with an invitation
-            (``invite``), or those of them whose account is on the list ``allow`` (``allowlist``).
+        access: who may join: everyone with an invitation (``invite``), or everyone who knows an address (``open``).
+        allow: of those with an invitation, only these accounts of Hugging Face may join.
         mailbox: a bucket or shared folder that carries the rounds: ``s3://bucket/folder``, ``gs://…``,
             ``az://…`` or ``file:///mnt/folder``. Then nobody needs to be online with another: see
             `colab_swarm.mailbox`. Members have its keys as secrets or in the environment.
@@ -96,6 +96,9 @@ def create(
         BucketError: the mailbox is a folder that cannot be made, or a bucket that refuses this peer or is away.
         JoinError: the mailbox lacks the run that ``state_dir`` saves.
     """
+    text = "access='open' lets everyone in: leave it out to admit only those of allow="
+    require(allow is None or access == "invite", text)
+    chosen: Access = access if allow is None else "allowlist"
     platforms.require_terms(accept_terms)
     platforms.require_tunnels(accept_terms, options.service)
     swarm = _open_in(state_dir)
@@ -103,16 +106,16 @@ def create(
         return swarm
     with _reserved(state_dir) as (store, saved):
         if saved is not None:
-            _check_saves_creator(saved, state_dir, run, access, mailbox)
+            _check_saves_creator(saved, state_dir, run, chosen, mailbox)
         elif not options.identity:
-            swarm = _open_same(run, peer_name, store, options, access=access, allow=allow, mailbox=mailbox)
+            swarm = _open_same(run, peer_name, store, options, access=chosen, allow=allow, mailbox=mailbox)
             if swarm is not None:
                 return swarm
         if mailbox and saved is None:
             checked_address(mailbox)
         options, identity = _with_identity(options, store)
         run_access = RunAccess.create(
-            run, identity, access=access, allow=allow, mailbox=mailbox, key_file=options.identity
+            run, identity, access=chosen, allow=allow, mailbox=mailbox, key_file=options.identity
         )
         # a key file stands for the same peer of the same run
         if store is None:
@@ -226,7 +229,7 @@ def _come_back(folder: str | Path, *, accept_terms: Consent, send_hf_token: bool
         )
     return create(
         saved.run,
-        access=saved.access,
+        access="open" if saved.access == "open" else "invite",
         allow=saved.allow,
         mailbox=saved.mailbox,
         options=options,

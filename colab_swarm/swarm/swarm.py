@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from colab_swarm.errors import JoinError, require
+from colab_swarm.files import cache_folder
 from colab_swarm.invite import Setting
+from colab_swarm.mailbox.bucket import Bucket
 from colab_swarm.markup import count
 from colab_swarm.net.identity import id_of
 from colab_swarm.net.peers import Contact, PeerId, Role, short
@@ -26,6 +28,7 @@ from colab_swarm.snapshot import PeerTable
 from colab_swarm.swarm.logbook import Logbook
 from colab_swarm.swarm.network import NetworkSession, close
 from colab_swarm.swarm.overview import Overview
+from colab_swarm.swarm.shared_files import PREFIX, SharedFiles
 from colab_swarm.training.assistant import Assistant
 from colab_swarm.training.communication import Communication, Plan, plan_communication
 from colab_swarm.training.settings import PeerServices, TrainingSettings, settings_for, spell_out
@@ -56,7 +59,6 @@ class Swarm(contextlib.AbstractContextManager["Swarm"]):
         id, name: this peer's id (the hash of its public key, 32 bytes) and its name for people.
         run, run_id: the run's name for people, and its unique id.
         is_owner: True if this peer created the run.
-        settings: training settings of the invitation, such as ``{"target_batch_size": 4096}``.
         events: everything that happens to this peer, as typed events.
         optimizers: this peer's optimizers by the model's name; the newest is the last.
         experts, elastic, work: what this peer does beside data-parallel training.
@@ -78,12 +80,10 @@ class Swarm(contextlib.AbstractContextManager["Swarm"]):
         self.events = services.events
         self.left = False
         self.page = ""
-        self.settings: Mapping[str, Setting] = {}
         self._role = Role.WORKER
         invitation = None if network is None else network.access.invitation
         self.is_owner = network is not None and invitation is None
         if invitation is not None:
-            self.settings = dict(invitation.settings)
             self._role = invitation.role
         self.optimizers: dict[str, SwarmOptimizer] = {}
         self.assistant: Assistant | None = None
@@ -91,6 +91,7 @@ class Swarm(contextlib.AbstractContextManager["Swarm"]):
         self._overview = Overview(runtime, services, name, self.optimizers, contributions)
         self._experts: SwarmExperts | None = None
         self._elastic: SwarmElastic | None = None
+        self._shared_files: SharedFiles | None = None
         self._logbook: Logbook | None = None
         self._panel: Panel[SwarmSnapshot] | None = None
         self._recorder: Recorder | None = None
@@ -121,13 +122,24 @@ class Swarm(contextlib.AbstractContextManager["Swarm"]):
         level = ReachabilityLevel.DIRECT if addresses else ReachabilityLevel.OUTGOING
         return Reachability(level, addresses=addresses)
 
+    @property
+    def settings(self) -> dict[str, Setting | Path]:
+        """The settings of this peer's invitation, see `invite`; a file of them is fetched at first use, up to 60 s.
+
+        Raises JoinError if no peer that is online has the file.
+        """
+        invitation = None if self.network is None else self.network.access.invitation
+        if invitation is None:
+            return {}
+        return {name: self._fetched(value) for name, value in invitation.settings.items()}
+
     def invite(
         self,
         *,
         role: str | None = None,
         hours: float | None = None,
         uses: int | None = None,
-        settings: Mapping[str, Setting] | None = None,
+        settings: Mapping[str, Setting | Path] | None = None,
     ) -> Invitation:
         """Return an invitation: one line that lets others join; notebooks add a QR code.
 
@@ -137,20 +149,21 @@ class Swarm(contextlib.AbstractContextManager["Swarm"]):
             role: of those who join: ``worker`` (the default), ``reducer`` or ``viewer``.
             hours: how long the invitation can be used; 24 by default.
             uses: how many peers can join, by default all; needs the authority online to count.
-            settings: training settings for those who join, such as ``{"target_batch_size": 4096}``. By default
-                those of this peer's own invitation.
+            settings: what those who join need alike: numbers, texts, and the `Path` of a file, such as
+                ``{"target_batch_size": 4096, "tokenizer": Path("tokenizer.json")}``. The file travels through the
+                run, from whoever has it. By default those of this peer's own invitation.
 
         Raises:
             JoinError: no known peer accepts connections, so nobody could use it.
             PermissionError: only the authority can make such an invitation.
-            ValueError: the role, hours or uses are out of range.
+            ValueError: the role, hours or uses are out of range, or the settings are too many, long or large.
+            OSError: a file of the settings cannot be read.
         """
         self._check()
         network = self._require_network()
+        named = None if settings is None else {name: self._share(value) for name, value in settings.items()}
         make = partial(network.access.invite, network.node, network.trust.authority)
-        invite = self.runtime.call(
-            on_loop(lambda: make(role=role, hours=hours, uses=uses, settings=settings))
-        )
+        invite = self.runtime.call(on_loop(lambda: make(role=role, hours=hours, uses=uses, settings=named)))
         require(not (invite.warning and platform().alone), ways_out(), JoinError)
         if self.page:
             invite = invite.replaced(page=self.page)
@@ -279,7 +292,8 @@ class Swarm(contextlib.AbstractContextManager["Swarm"]):
         """Yield batches for a training loop, on the model's device, until the swarm's step ``max_steps``.
 
         Each peer reads a shuffled `DataLoader` in an order of its own, and continues at its position after a
-        restart. Several loaders have a position each, by their order of first use.
+        restart. Several loaders have a position each, by their order of first use. An endless iterator with
+        ``state_dict`` and ``load_state_dict``, such as the batches of `recipes`, keeps its own order and position.
 
         ``optimizer.step()`` counts the samples of the batches since the last step; where the parts of one disagree,
         pass ``samples=``. In a notebook a line and the panel show the progress under the cell; elsewhere a line is
@@ -290,7 +304,9 @@ class Swarm(contextlib.AbstractContextManager["Swarm"]):
         from colab_swarm.swarm.batches import BatchReader
         from colab_swarm.swarm.script import CellView, ScriptLines
 
-        reader = BatchReader(loader, optimizer, peer=self.id, warn=self._overview.warn)
+        reader = BatchReader(
+            loader, optimizer, peer=self.id, warn=self._overview.warn, time=self.runtime.time
+        )
         overview = None if self.network is None else self._overview
         invitation = None if self.network is None else self.network.access.invitation
         creator = None
@@ -464,6 +480,27 @@ class Swarm(contextlib.AbstractContextManager["Swarm"]):
             if part is not None:
                 part.kill()
         self.services.dht.kill()
+
+    def _share(self, setting: Setting | Path) -> Setting:
+        """Return a setting as an invitation has it: a file by its name in the run."""
+        if not isinstance(setting, Path):
+            return setting
+        return self.runtime.call(self._files().share(setting.read_bytes()))
+
+    def _fetched(self, setting: Setting) -> Setting | Path:
+        if isinstance(setting, str) and setting.startswith(PREFIX):
+            return self.runtime.call(self._files().path_of(setting))
+        return setting
+
+    def _files(self) -> SharedFiles:
+        if self._shared_files is None:
+            network = self._require_network()
+            folder = cache_folder() if network.store is None else network.store.folder
+            # keys of the bucket are asked for on the user's thread
+            bucket = Bucket(self.services.mailbox, self.run_id) if self.services.mailbox else None
+            make = partial(SharedFiles, self.services, folder / "files", bucket)
+            self._shared_files = self.runtime.call(on_loop(make))
+        return self._shared_files
 
     def _rooms(self) -> "list[SwarmExperts | SwarmElastic]":
         """Return the parts in use that end with this peer."""

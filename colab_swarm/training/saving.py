@@ -33,6 +33,8 @@ class TrainerCheckpoint:
     # Of each loader, in the order in which they were first given to `Swarm.batches`: passes that this peer has read,
     # and batches of the present one.
     positions: list[tuple[int, int]] = field(default_factory=list)
+    # of loaders that count for themselves: their last state, by their number
+    states: dict[int, Any] = field(default_factory=dict)
     _loaders: list[Any] = field(
         default_factory=list
     )  # the objects themselves: an address may be another one's later
@@ -53,7 +55,8 @@ class TrainerCheckpoint:
 
     def state(self) -> dict[str, Any]:
         """Return it as a file has it; its tensors share memory with the live ones."""
-        more = {"positions": [*self.positions], "together": self._replica.together}
+        states = {str(number): state for number, state in self.states.items()}
+        more = {"positions": [*self.positions], "states": states, "together": self._replica.together}
         return {**self._replica.state(), **self._gathered.state(), **more}
 
     def take_up(self, state: Any) -> None:
@@ -65,6 +68,7 @@ class TrainerCheckpoint:
         self._gathered.feedback = feedback
         self._gathered.forget()
         self.positions = [(passes, batches) for passes, batches in state.get("positions", ())]
+        self.states = {int(number): of_loader for number, of_loader in state.get("states", {}).items()}
         # The loaders of a new session, or after a load, come in the same order.
         self._loaders = []
 

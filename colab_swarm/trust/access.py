@@ -361,7 +361,7 @@ class RunAccess:
         )
         require(
             allow is None or not mailbox,
-            "access='allowlist' needs this peer online, to look accounts up: in a bucket, use access='invite'",
+            "allow= needs this peer online, to look accounts up: in a bucket, leave it out",
         )
         if key_file is None:
             suffix = secrets.token_hex(4)

@@ -189,7 +189,7 @@ def test_connect_takes_the_address_of_a_bucket(box: str, capsys: pytest.CaptureF
 
 def test_a_run_that_cannot_be_in_a_bucket_is_refused_at_once(box: str) -> None:
     with pytest.raises(ValueError, match="needs this peer online"):
-        cs.create("refused", mailbox=box, access="allowlist", allow=cs.Allowlist(users=("a",)))
+        cs.create("refused", mailbox=box, allow=cs.Allowlist(users=("a",)))
     with pytest.raises(ValueError, match="is no mailbox: pass an address such as s3://"):
         cs.create("refused", mailbox="bucket/folder")
     with cs.create("kept", mailbox=box) as swarm:

@@ -171,21 +171,19 @@ WANTED = {"prefix": "ffn", "dim": 16, "grid": "4x4"}
 
 def host(kernel: Kernel, invitation: str) -> None:
     kernel.execute(COLAB)
-    form = {"INVITATION": invitation, "MY_NAME": "carol", "COUNT": 3}
     kernel.run()
-    with pytest.raises(CellFailed, match="accept_terms=True"):
-        kernel.run(**form)
-    assert "Swarm(class-of-26, carol, 1 peer linked)" in kernel.run(I_HAVE_READ_THE_TERMS=True, **form)
+    assert "running distributed computing workers" in kernel.run()
+    assert "✖ read the terms" in press(kernel, name="carol", invitation=invitation)
+    assert "in class-of-26" in press(kernel, name="carol", invitation=invitation, agreed=True)
     kernel.run()  # the doctor
     assert "16 of ffn[4 x 4] fit: 80% of " in kernel.run()
-    kernel.run(**form)
+    kernel.run(COUNT=3)
 
 
 def come_back(kernel: Kernel) -> None:
     kernel.skip_to("import colab_swarm as cs")
-    with pytest.raises(CellFailed, match="nowhere saves no peer: start with"):
-        kernel.run(STATE_DIR="nowhere", I_HAVE_READ_THE_TERMS=True)
-    assert "Swarm(class-of-26, carol, " in kernel.run(I_HAVE_READ_THE_TERMS=True)
+    kernel.run()
+    assert "you are carol" in press(kernel, name="", agreed=True)
     kernel.skip_to("COUNT")
     kernel.run(COUNT=3)
 

@@ -667,3 +667,59 @@ def test_a_sampler_with_a_generator_has_an_order_of_each_peers_own(kind: str) ->
     with cs.simulate(2) as simulation:
         first, second = simulation.run(train).values()
     assert first != second and sorted(first) == sorted(second) == list(range(ROWS))
+
+
+class Counting:
+    """An endless stream that knows its position, as the batches of the recipes do."""
+
+    def __init__(self, words: int = 10) -> None:
+        self.words, self.next, self.saves = words, 0, 0
+
+    def __iter__(self) -> "Counting":
+        return self
+
+    def __next__(self) -> list[torch.Tensor]:
+        self.next += 1
+        return [torch.full((4,), self.next), torch.ones(4, 8)]
+
+    def state_dict(self) -> dict[str, int]:
+        self.saves += 1
+        return {"words": self.words, "next": self.next}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        if state["words"] != self.words:
+            raise ValueError(f"a state with words={state['words']} does not fit words={self.words}")
+        self.next = state["next"]
+
+
+def test_a_stream_with_a_state_continues_in_a_later_session_or_says_why_not(tmp_path: Any) -> None:
+    def train(swarm: Swarm) -> None:
+        net, optimizer = begin(swarm)
+        stream = Counting()
+        assert set(run(swarm, 3, stream, optimizer, net)) == {1, 2, 3} and stream.saves == 1
+        optimizer.save(tmp_path / "state")
+
+    def resume(swarm: Swarm) -> None:
+        net, optimizer = begin(swarm)
+        optimizer.load(tmp_path / "state")
+        assert set(run(swarm, 5, Counting(), optimizer, net)) == {4, 5}
+        optimizer.load(tmp_path / "state")
+        assert set(run(swarm, 4, Counting(words=11), optimizer, net)) == {1}
+        (told,) = [event.text for event in swarm.events.recent(Notice) if "beginning" in str(event)]
+        assert told == "the data are read from their beginning: a state with words=10 does not fit words=11"
+
+    toy.alone(train)
+    toy.alone(resume)
+
+
+def test_the_kept_position_of_a_stream_is_never_older_than_a_minute() -> None:
+    def train(swarm: Swarm) -> None:
+        net, optimizer = begin(swarm)
+        stream = Counting()
+        for _ in swarm.batches(stream, optimizer, max_steps=100):
+            net(torch.ones(4, 8)).sum().backward()
+            optimizer.step()
+        assert stream.saves >= 3
+
+    with cs.simulate(1, samples_per_s=2.0) as simulation:
+        simulation.run(train)

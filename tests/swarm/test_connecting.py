@@ -137,7 +137,7 @@ class Clicked(Connection):
 
 def open_form(here: Platform = JUPYTER) -> Clicked:
     act: Any = connecting.partial(
-        connecting._connect, run="mine", mailbox="", options=cs.NetworkOptions(), state_dir=None
+        connecting._connect, run="mine", allow=None, mailbox="", options=cs.NetworkOptions(), state_dir=None
     )
     return Clicked(act, here, saved=False)
 
@@ -174,7 +174,7 @@ def test_the_form_asks_before_it_sends_a_token_and_for_each_invitation(
     monkeypatch.setattr("colab_swarm.trust.authority.whoami", whoami)
     monkeypatch.setenv("HF_TOKEN", "hf_of_bob")
     allow = cs.Allowlist(users=("bob",))
-    lines = [str(cs.create(name, access="allowlist", allow=allow).invite()) for name in ("first", "second")]
+    lines = [str(cs.create(name, allow=allow).invite()) for name in ("first", "second")]
     form = open_form()
     for line, name in zip(lines, ("first", "second"), strict=True):
         form.press(invitation=line)
@@ -307,7 +307,12 @@ def test_the_token_opens_the_door_and_stays_nowhere(
     # the stand-in's public end is a port of this machine
     monkeypatch.setattr("colab_swarm.invite.only_local", lambda contacts: False)
     act: Any = connecting.partial(
-        connecting._connect, run="ours", mailbox="", options=cs.NetworkOptions(), state_dir=folder / "alice"
+        connecting._connect,
+        run="ours",
+        allow=None,
+        mailbox="",
+        options=cs.NetworkOptions(),
+        state_dir=folder / "alice",
     )
     form = Clicked(act, COLAB, saved=False)
     form._agreed.value, form._tunnels.value, form._token.value = True, True, TOKEN

@@ -48,7 +48,7 @@ def received(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 )
 def test_a_token_leaves_only_with_consent(act: Callable[[str], object], received: list[str]) -> None:
     allow = cs.Allowlist(users=("ada",))
-    with cs.create("named", access="allowlist", allow=allow, options=QUIET) as swarm:
+    with cs.create("named", allow=allow, options=QUIET) as swarm:
         try:
             told = str(act(str(swarm.invite())))
         except (JoinError, SystemExit) as refusal:
@@ -62,7 +62,7 @@ def test_who_would_get_the_token_is_said_and_with_consent_it_arrives(
 ) -> None:
     allow = cs.Allowlist(users=("ada",))
     folder = tmp_path / "ada"
-    with cs.create("named", access="allowlist", allow=allow, options=QUIET) as swarm:
+    with cs.create("named", allow=allow, options=QUIET) as swarm:
         invite = str(swarm.invite())
         organizer = swarm.id.hex()[:8]
         with pytest.raises(JoinError, match=rf"named, peer {organizer}, would get.*send_hf_token=True"):
@@ -88,7 +88,7 @@ def test_an_allowlist_admits_its_users_and_says_what_others_can_do(
     monkeypatch: pytest.MonkeyPatch, received: list[str]
 ) -> None:
     allow = cs.Allowlist(organisations=("Bengali",))
-    with cs.create("named", access="allowlist", allow=allow, options=QUIET) as swarm:
+    with cs.create("named", allow=allow, options=QUIET) as swarm:
         invite = swarm.invite()
         monkeypatch.setenv("HF_TOKEN", "of-eve")
         with pytest.raises(JoinError) as refused:
@@ -98,8 +98,8 @@ def test_an_allowlist_admits_its_users_and_says_what_others_can_do(
         monkeypatch.setenv("HF_TOKEN", "of-ada")
         with cs.join(invite, peer_name="ada", options=QUIET, send_hf_token=True) as ada:
             assert linked(swarm, ada)
-    with pytest.raises(ValueError, match="allow"):
-        cs.create("named", access="allowlist", options=QUIET)
+    with pytest.raises(ValueError, match="lets everyone in"):
+        cs.create("named", access="open", allow=cs.Allowlist(users=("ada",)), options=QUIET)
 
 
 def test_a_viewer_may_look_but_not_train_and_a_counted_invitation_is_used_up() -> None:

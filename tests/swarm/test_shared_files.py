@@ -1,0 +1,96 @@
+"""Files that travel with an invitation."""
+
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+import colab_swarm as cs
+from colab_swarm.errors import JoinError
+from colab_swarm.net.peers import PeerId
+from colab_swarm.swarm import shared_files
+from colab_swarm.swarm.shared_files import DescribeFile, SharedFiles
+from colab_swarm.tensors.chunks import Manifest
+
+QUIET = cs.NetworkOptions(lan=False)
+WORDS = b"tokens\n" * 100_000
+
+
+@pytest.fixture
+def words(tmp_path: Path) -> Path:
+    path = tmp_path / "tokenizer.json"
+    path.write_bytes(WORDS)
+    return path
+
+
+def read(path: object) -> bytes:
+    assert isinstance(path, Path)
+    return path.read_bytes()
+
+
+def test_a_file_of_the_settings_comes_from_whoever_has_read_it(words: Path, tmp_path: Path) -> None:
+    with ExitStack() as open_swarms:
+        alice = cs.create("files", peer_name="alice", options=QUIET)
+        line = str(alice.invite(settings={"size": "tiny", "tokenizer": words}))
+        at = {"options": QUIET, "state_dir": tmp_path / "bob"}
+        bob = open_swarms.enter_context(cs.join(line, peer_name="bob", **at))
+        assert bob.settings["size"] == "tiny" and read(bob.settings["tokenizer"]) == WORDS
+        passed_on = str(bob.invite())
+        alice.leave()
+        words.unlink()
+        home = tmp_path / "carol"
+        carol = open_swarms.enter_context(
+            cs.join(passed_on, peer_name="carol", options=QUIET, state_dir=home)
+        )
+        path = carol.settings["tokenizer"]
+        assert isinstance(path, Path) and path.is_relative_to(home) and read(path) == WORDS
+
+
+def test_a_peer_that_comes_back_has_its_file_though_nobody_is_there(words: Path, tmp_path: Path) -> None:
+    with cs.create("files", peer_name="alice", options=QUIET) as alice:
+        line = str(alice.invite(settings={"tokenizer": words}))
+        with cs.join(line, peer_name="bob", options=QUIET, state_dir=tmp_path / "bob") as bob:
+            kept = bob.settings["tokenizer"]
+        with cs.join(state_dir=tmp_path / "bob") as bob:
+            alice.leave()
+            assert bob.settings["tokenizer"] == kept and read(kept) == WORDS
+
+
+def test_a_false_file_is_refused_and_nobody_else_has_it(
+    words: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    async def lie(_files: SharedFiles, peer: PeerId, _ask: DescribeFile) -> Manifest:
+        asked.append(peer)
+        return shared_files._snapshot(b"poison").manifest
+
+    monkeypatch.setattr(SharedFiles, "_describe", lie)
+    monkeypatch.setattr(shared_files, "FIND_S", 0.0)
+    with cs.create("files", peer_name="alice", options=QUIET) as alice:
+        line = str(alice.invite(settings={"tokenizer": words}))
+        # in a folder of its own, for a cache on one machine is of both
+        with cs.join(line, peer_name="bob", options=QUIET, state_dir=tmp_path / "bob") as bob:
+            with pytest.raises(JoinError, match=r"no peer that is online has file:.*ask it to join"):
+                _ = bob.settings
+            assert asked == [bob.id]
+
+
+def test_in_a_bucket_the_file_is_an_object(words: Path, tmp_path: Path) -> None:
+    box = (tmp_path / "bucket").as_uri()
+    (tmp_path / "bucket").mkdir()
+    with cs.create("files", mailbox=box) as alice:
+        line = str(alice.invite(settings={"tokenizer": words}))
+    with cs.join(line, peer_name="bob", mailbox=box, state_dir=tmp_path / "bob") as bob:
+        assert read(bob.settings["tokenizer"]) == WORDS
+
+
+def test_too_large_a_file_and_a_missing_one_raise_at_once(
+    words: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shared_files, "MAX_BYTES", 10)
+    with cs.create("files", peer_name="alice", options=QUIET) as alice:
+        with pytest.raises(ValueError, match="too large to share"):
+            alice.invite(settings={"tokenizer": words})
+        with pytest.raises(FileNotFoundError):
+            alice.invite(settings={"tokenizer": words.with_name("missing")})
