@@ -435,22 +435,27 @@ def _digest(model: Any) -> str:
 
 
 @command(
-    "join a run and host experts for the trainers",
-    "experts 'swarm://…' ffn --grid 16x16 --dim 512",
-    "experts 'swarm://…' block --grid 4x4 --dim 512 --heads 8",
+    "join a run and host experts for the trainers; the invitation's settings go before the options",
+    "experts 'swarm://…'",
+    "experts 'swarm://…' ffn --grid 16x16 --dim 512 --paper-rule",
+    "experts 'swarm://…' block --grid 4x4 --dim 512 --heads 8 --dtype bfloat16",
 )
 def experts(
     invite: Invitation,
     network: NetworkOptions,
     output: Output,
-    prefix: str = Argument(..., help="name of the kind of experts, such as ffn"),
-    grid: str = Option(..., metavar="16x16", help="the grid, the same for all peers"),
-    dim: int = Option(..., help="width of the layer"),
+    prefix: str = Argument("ffn", help="name of the kind of experts"),
+    grid: str = Option("16x16", metavar="16x16", help="the grid, the same for all peers"),
+    dim: int = Option(512, help="width of the layer, the same for all peers"),
     hidden: int | None = Option(None, help="width inside an expert; default: 4 x dim"),
     heads: int | None = Option(None, help="attention heads: host Transformer blocks"),
     count: int | None = Option(None, help="number of experts; default: as many as fit"),
     folder: str | None = Option(None, help="folder for saves"),
     lr: float = Option(1e-3, help="Adam learning rate"),
+    paper_rule: bool = Option(False, "--paper-rule", help="learn as Learning@home: AMSGrad, unclipped"),
+    dtype: str = Option(
+        "auto", help="of the computation: float32, bfloat16 or float16; auto: 16 bits on a GPU"
+    ),
     hours: Hours = None,
     peer_name: PeerName = "experts",
     send_hf_token: SendToken = False,
@@ -460,13 +465,17 @@ def experts(
     from colab_swarm.moe.blocks import FeedForward, TransformerBlock
     from colab_swarm.moe.expert import ExpertRule
 
-    make: Callable[[], torch.nn.Module] = partial(FeedForward, dim, hidden)
-    if heads is not None:
-        make = partial(TransformerBlock, dim, heads, hidden)
-    rule = ExpertRule(partial(torch.optim.Adam, lr=lr), max_grad_norm=1.0)
-    sides = [int(side) for side in grid.split("x")]
+    rule = ExpertRule(
+        partial(torch.optim.Adam, lr=lr, amsgrad=paper_rule), max_grad_norm=None if paper_rule else 1.0
+    )
     with _joined(invite, peer_name, network, output, send_hf_token) as swarm:
-        host = swarm.experts.host(prefix, make, rule=rule, grid=sides, count=count, **_given(folder=folder))
+        alike: dict[str, Any] = {"prefix": prefix, "grid": grid, "dim": dim, **swarm.settings}
+        make: Callable[[], torch.nn.Module] = partial(FeedForward, alike["dim"], hidden)
+        if heads is not None:
+            make = partial(TransformerBlock, alike["dim"], heads, hidden)
+        sides = [int(side) for side in alike["grid"].split("x")]
+        how = _given(folder=folder, count=count)
+        host = swarm.experts.host(alike["prefix"], make, rule=rule, grid=sides, dtype=dtype, **how)
         facts = {"hosting": " ".join(host.uids), "memory": host.arithmetic}
         _stay(swarm, output, facts, hours=hours)
 

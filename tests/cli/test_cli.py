@@ -203,8 +203,9 @@ def test_a_run_in_a_bucket_prints_an_invitation_that_lasts_and_ends(tmp_path: Pa
 @pytest.mark.slow
 def test_a_host_of_experts_is_there_until_ctrl_c() -> None:
     with cs.create("cli-experts", options=cs.NetworkOptions(lan=False)) as swarm:
-        arguments = ["experts", str(swarm.invite()), "ffn", "--grid", "2x2", "--dim", "8", "--count", "3"]
-        with interrupted(*arguments, "--no-lan", "--json-lines") as output:
+        settings = {"prefix": "ffn", "grid": "2x2", "dim": 8}
+        how = ["--count", "3", "--dtype", "float32", "--paper-rule", "--no-lan", "--json-lines"]
+        with interrupted("experts", str(swarm.invite(settings=settings)), *how) as output:
             told = json.loads(output.readline())
             layer = swarm.experts.mixture("ffn", 8, grid=(2, 2))
             layer(torch.ones(4, 8)).sum().backward()
