@@ -213,6 +213,23 @@ def test_who_hosts_from_colab_sees_what_fits_and_what_it_earns_and_comes_back_wi
     assert (kept / "peer.json").exists() and any(path.is_file() for path in (kept / "experts").rglob("*"))
 
 
+@pytest.mark.slow
+def test_who_trains_with_experts_of_two_machines_reads_digits(tmp_path: Path) -> None:
+    with cs.create("class-of-26", peer_name="host") as host, opened("train_with_experts", tmp_path) as kernel:
+        hosted = host.experts.host("ffn", lambda: cs.moe.FeedForward(16), grid=(4, 4), count=3)
+        kernel.run()
+        kernel.run()
+        line = str(host.invite(settings=WANTED))
+        assert "in class-of-26" in press(kernel, name="carol", invitation=line, agreed=True)
+        kernel.run()
+        kernel.run(HOST_HERE=3)
+        kernel.run(K=2)
+        assert re.search(r"\d\d+ updates · loss", kernel.run(EPOCHS=4, IN_FLIGHT=3))
+        accuracy = float(re.search(r"accuracy ([\d.]+)%", kernel.run())[1])  # type: ignore[index]
+        assert accuracy > 50 and all(one.step > 5 for one in hosted.experts.values())
+        assert "host" in kernel.run()
+
+
 JOB = """
 import numpy as np
 from torch import nn
