@@ -51,7 +51,7 @@ class SwarmSteps(Callback):
         optimizers = _of_swarm(trainer)
         if optimizers:
             # Before the loaders' first samples are drawn, which may be in processes of their own.
-            torch.manual_seed(seed_of(optimizers[0].peer, "lightning", optimizers[0].global_step))
+            torch.manual_seed(seed_of(optimizers[0].hooks.peer, "lightning", optimizers[0].global_step))
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         require(
@@ -75,17 +75,17 @@ class SwarmSteps(Callback):
         optimizers = _of_swarm(trainer)
         self._loops.close()  # of a fit that raised
         for optimizer in optimizers:
-            self._loops.enter_context(optimizer.loop())
+            self._loops.enter_context(optimizer.hooks.running())
             if optimizer.global_step >= self._max_steps:
                 print(done_line(optimizer.global_step, self._max_steps))
         self._counter = SampleCounter(trainer.train_dataloader, optimizers[0].settings.batch_size)
         self._begin()
         for number, loader in enumerate(_loaders_of(trainer.train_dataloader)):
             warning = give_order(
-                loader, seed_of(optimizers[0].peer, "lightning", number, optimizers[0].global_step)
+                loader, seed_of(optimizers[0].hooks.peer, "lightning", number, optimizers[0].global_step)
             )
             if warning:
-                optimizers[0].warn(warning)
+                optimizers[0].hooks.warn(warning)
 
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
@@ -93,7 +93,7 @@ class SwarmSteps(Callback):
         self._present = self._counter.count(batch, batch_idx)
         if not pl_module.automatic_optimization:
             for optimizer in _of_swarm(trainer):
-                optimizer.add_batch(self._present)
+                optimizer.hooks.begin_batch(self._present)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._loops.close()
@@ -120,7 +120,7 @@ class SwarmSteps(Callback):
             loss.register_hook(lambda gradient: gradient * share)  # type: ignore[no-untyped-call]
         self._loss = self._loss + loss.detach() * share
         for optimizer in _of_swarm(trainer):
-            optimizer.next_batch(samples=samples, loss=self._loss * self._correction(trainer))
+            optimizer.hooks.next_step(samples=samples, loss=self._loss * self._correction(trainer))
 
     def on_before_optimizer_step(
         self, trainer: Trainer, pl_module: LightningModule, optimizer: torch.optim.Optimizer
@@ -150,7 +150,7 @@ class SwarmSteps(Callback):
             self._begin()
         for optimizer in _of_swarm(trainer):
             pl_module.log_dict(optimizer.metrics(), prog_bar=True)
-            trainer.should_stop |= optimizer.over or optimizer.global_step >= self._max_steps
+            trainer.should_stop |= optimizer.hooks.over or optimizer.global_step >= self._max_steps
 
 
 def _of_swarm(trainer: Trainer) -> list[SwarmOptimizer]:

@@ -52,7 +52,7 @@ def attach(
     for flow in trainer.callback_handler.callbacks:
         if isinstance(flow, SwarmFlow):
             require(
-                not flow.optimizer.closed.is_set(),
+                not flow.optimizer.hooks.closed.is_set(),
                 "this Trainer was attached to a swarm that this peer has left: make a new Trainer",
             )
             flow.max_steps = max_steps
@@ -124,7 +124,7 @@ def _shuffle(trainer: Any, optimizer: SwarmOptimizer, *, seed: int) -> None:
         # Some samplers take no seed of the arguments, but torch's global one, which each Trainer sets alike.
         warning = give_order(loader, seed)
         if warning:
-            optimizer.warn(warning)
+            optimizer.hooks.warn(warning)
         return loader
 
     trainer.get_train_dataloader = get_train_dataloader
@@ -200,7 +200,7 @@ class SwarmFlow(DefaultFlowCallback):  # type: ignore[misc]
         self._weight = self._samples if self._targets is None else self._targets
         self._loss = self._loss.to(loss.device) + loss.detach()
         weight = self._weight if self._by_targets else None
-        self.optimizer.next_batch(samples=self._samples, weight=weight, loss=self._loss)
+        self.optimizer.hooks.next_step(samples=self._samples, weight=weight, loss=self._loss)
         return loss
 
     def compute_loss(self, model: Any, inputs: Any, *arguments: Any, **named: Any) -> Any:
@@ -229,7 +229,7 @@ class SwarmFlow(DefaultFlowCallback):  # type: ignore[misc]
 
     def train(self, *arguments: Any, **named: Any) -> Any:
         """Train to the swarm's last step; raises RuntimeError if the optimizer has left or was replaced."""
-        with self.optimizer.loop():
+        with self.optimizer.hooks.running():
             output = self._train(*arguments, **named)
         return output._replace(training_loss=output.metrics["train_loss"])
 
@@ -261,5 +261,5 @@ class SwarmFlow(DefaultFlowCallback):  # type: ignore[misc]
             state.global_step = step
             control = super().on_step_end(args, state, control, **more)
         state.global_step = self._step
-        control.should_training_stop |= self._step >= self.max_steps or self.optimizer.over
+        control.should_training_stop |= self._step >= self.max_steps or self.optimizer.hooks.over
         return control

@@ -36,7 +36,7 @@ class BatchReader:
         warn: Callable[[str], None],
         time: Callable[[], float],
     ) -> None:
-        optimizer.check_open()
+        optimizer.hooks.check_open()
         self._loader = loader
         self._optimizer = optimizer
         self._peer = peer
@@ -46,19 +46,19 @@ class BatchReader:
         self._stream: Stateful | None = None
         if isinstance(loader, Iterator) and isinstance(loader, Stateful):
             self._stream = loader
-        self._checkpoint = optimizer.checkpoint
+        self._checkpoint = optimizer.hooks.checkpoint
         self._checkpoint.number_of(loader)
         self._device = optimizer.param_groups[0]["params"][0].device
 
     def read(self, max_steps: int, *, shows: "ScriptLines | CellView") -> Iterator[Any]:
         """Yield batches until the swarm's step ``max_steps``; ``shows`` tells the user how far it is."""
         optimizer = self._optimizer
-        optimizer.max_steps = max_steps
+        optimizer.hooks.max_steps = max_steps
         shows.on_begin(max_steps)
         passes = self._passes() if self._stream is None else self._rest_of(self._stream)
         try:
-            with optimizer.loop():
-                while not (optimizer.over or optimizer.global_step >= max_steps):
+            with optimizer.hooks.running():
+                while not (optimizer.hooks.over or optimizer.global_step >= max_steps):
                     yield next(passes)
                     shows.on_batch(max_steps)
         finally:
@@ -74,7 +74,7 @@ class BatchReader:
                 self._warn(f"the data are read from their beginning: {error}")
         counter = SampleCounter(self._loader, self._optimizer.settings.batch_size)
         for index, batch in enumerate(self._loader):
-            self._optimizer.add_batch(counter.count(batch, index), loader=self._number)
+            self._optimizer.hooks.begin_batch(counter.count(batch, index), loader=self._number)
             yield _moved(batch, self._device)
             if self._time() - self._kept_at > KEEP_S:
                 self._keep()
@@ -99,7 +99,7 @@ class BatchReader:
                 if size == 0:
                     continue
                 # Without a size, a bare step() asks for samples=.
-                self._optimizer.add_batch(size, loader=self._number)
+                self._optimizer.hooks.begin_batch(size, loader=self._number)
                 yield _moved(batch, self._device)
             require(
                 self._position != (number, 0),

@@ -295,10 +295,10 @@ class NetworkSession:
         deadline = time.monotonic() + min(PATIENCE_S, max_s)
         trained = list(optimizers.values())
         for optimizer in trained:
-            optimizer.end(reason, hand_over_s=min(_HAND_OVER_S, max_s))
+            optimizer.hooks.end(reason, hand_over_s=min(_HAND_OVER_S, max_s))
         # `leave` closes those that the user no longer steps
         for optimizer in trained:
-            optimizer.closed.wait(max(0.0, deadline - time.monotonic()))
+            optimizer.hooks.closed.wait(max(0.0, deadline - time.monotonic()))
 
     async def announce_in_lan(self, name: str) -> None:
         if not self.options.lan or self.node.port is None:

@@ -233,7 +233,7 @@ class Overview:
         eta_s = view.seconds_to_batch(now)
         return replace(
             snapshot,
-            state="finished" if trained.global_step >= trained.max_steps else "training",
+            state="finished" if trained.global_step >= trained.hooks.max_steps else "training",
             step=view.own.step,
             samples_per_s=view.pace.samples_per_s(now),
             compute_samples_per_s=view.samples_per_s(),

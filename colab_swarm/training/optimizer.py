@@ -8,7 +8,6 @@ minutes, or less often where that takes long, and once more after an interrupt a
 """
 
 import logging
-import math
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -22,12 +21,12 @@ from blake3 import blake3
 from colab_swarm.averaging.result import RoundResult
 from colab_swarm.errors import MismatchError, PeerError, StateError, UnnamedValueError, require
 from colab_swarm.events import Notice
-from colab_swarm.net.peers import PeerId
 from colab_swarm.runtime import Runner, uninterrupted
 from colab_swarm.training.agreement import FROZEN_BASE, agreement_of
 from colab_swarm.training.drawn import NextStep
 from colab_swarm.training.flat import parameters_of
 from colab_swarm.training.gradients import Gradients
+from colab_swarm.training.hooks import LoopHooks
 from colab_swarm.training.link_rounds import LinkRounds
 from colab_swarm.training.records import LINEAGE_BYTES, Agreement, ProgressRecord
 from colab_swarm.training.replica import Replica, UpdateRule, WrappedOptimizer
@@ -53,7 +52,8 @@ class SwarmOptimizer(WrappedOptimizer):
     where ``grad_i`` is a mean over ``n_i`` samples: as one process with the joined batch would train.
 
     ``param_groups``, ``state``, ``defaults`` and ``state_dict()`` are those of the wrapped
-    optimizer, to read. With delayed updates, a change of ``param_groups`` has no effect.
+    optimizer, to read. With delayed updates, a change of ``param_groups`` has no effect. ``hooks`` are for frameworks
+    whose loop calls ``step()``: see `LoopHooks`.
     """
 
     made_by = "swarm.optimizer(…)"
@@ -100,19 +100,14 @@ class SwarmOptimizer(WrappedOptimizer):
         self._next = NextStep(lambda: self._replica.model, settings.batch_size)
         self.scheduler = GlobalScheduler(self, self._replica.schedule)  # a twin of the given one
         self._told: set[str] = set()
-        self._loops = 0  # that run now, and end by themselves with the session
-        self._replaced = False  # by a later one of the same name
         self._lock = threading.RLock()  # held by the trainer's calls, and to close
-        self.closed = threading.Event()
-        self.max_steps = math.inf  # global step at which the loop of `Swarm.batches` ends
-        self._why = "this optimizer has left its swarm: make a new one with swarm.optimizer(…)"
-        self._hand_over_s: float | None = None  # set: finish the call, hand over, close
-        self.checkpoint = TrainerCheckpoint(self._replica, self._gathered)
-        self._saver = ProgressSaver(services, folder, self.checkpoint, runtime.time)
+        self._checkpoint = TrainerCheckpoint(self._replica, self._gathered)
+        self.hooks = LoopHooks(services.peers.id, self._checkpoint, self._next, self._warn)
+        self._saver = ProgressSaver(services, folder, self._checkpoint, runtime.time)
         if before is not None:
             self._replace(before)
         if before is not None and before._agreement == self._agreement:
-            self.checkpoint.take_up(before.checkpoint.state())
+            self._checkpoint.take_up(before._checkpoint.state())
             resumed = True
             if before.rule.model is not rule.model:
                 self._tell_once(
@@ -120,11 +115,11 @@ class SwarmOptimizer(WrappedOptimizer):
                     f"{settings.prefix.rpartition('/')[-1]!r}: to begin anew, pass another name=… to swarm.optimizer(…)"
                 )
         else:
-            resumed = self.checkpoint.resume(folder)
+            resumed = self._checkpoint.resume(folder)
         self.rounds = runtime.call(self._start(rounds, name, syncing=not resumed))
         self.times = StepTimes(self._replica.model[0].device)
         self._trainer = Trainer(
-            runtime, services, self._replica, self._gathered, self.rounds, lambda: self.over
+            runtime, services, self._replica, self._gathered, self.rounds, lambda: self.hooks.over
         )
         try:
             if not resumed or self.rounds.behind:
@@ -142,15 +137,15 @@ class SwarmOptimizer(WrappedOptimizer):
 
         Raises `MismatchError`, with nothing changed, if the others would refuse this one.
         """
-        if not before.closed.is_set():
+        if not before.hooks.closed.is_set():
             with suppress(PeerError):  # what is known of the others must do
                 self._runtime.call(before.rounds.refresh())
             differs = before.rounds.refusal_of(self._agreement)
             require(not differs, f"{differs} Your first optimizer goes on as it was", MismatchError)
-            before._why = (
+            before.hooks.why = (
                 "a later swarm.optimizer(…) of the same name has closed this one: use what that returned"
             )
-            before._replaced = True
+            before.hooks.is_replaced = True
             before.close()
         # Closing it has shown the newest parameters.
         self._replica.begin()
@@ -195,11 +190,6 @@ class SwarmOptimizer(WrappedOptimizer):
         return self._replica.step
 
     @property
-    def over(self) -> bool:
-        """True if this peer has left, or leaves at the next step, as its session ends."""
-        return self.closed.is_set() or self._hand_over_s is not None
-
-    @property
     def vectors_at(self) -> str:
         """Where the swarm's vectors lie, and what they take of the GPUs' memory."""
         return self._gathered.placement.where
@@ -209,13 +199,7 @@ class SwarmOptimizer(WrappedOptimizer):
         """This peer's mean loss over its samples of the last step; None if no loss was passed."""
         return self.rounds.view.own.loss
 
-    @property
-    def peer(self) -> PeerId:
-        """The id of the peer that trains with this optimizer."""
-        return self.rounds.view.me
-
-    def warn(self, sentence: str) -> None:
-        """Tell the user of something about the training, and record it."""
+    def _warn(self, sentence: str) -> None:
         logger.warning("%s", sentence)
         self._services.events.emit(Notice(self._runtime.time(), sentence, logged=True))
 
@@ -283,7 +267,7 @@ class SwarmOptimizer(WrappedOptimizer):
         if loss is None:
             loss = computed if next_loss is None else next_loss
         require(loss is not None or not self._replica.schedule.needs_loss, _PASS_LOSS)
-        if self.closed.is_set() and self._is_quiet:
+        if self.hooks.closed.is_set() and self.hooks.ends_quietly:
             return None
         self.times.begin(self._runtime.time())
         with self._trainer_call():
@@ -306,7 +290,7 @@ class SwarmOptimizer(WrappedOptimizer):
     def _tell_once(self, sentence: str) -> None:
         if sentence and sentence not in self._told:
             self._told.add(sentence)
-            self.warn(sentence)
+            self._warn(sentence)
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
@@ -315,27 +299,6 @@ class SwarmOptimizer(WrappedOptimizer):
         Accelerate replaces ``step``, to see what is skipped, and zeroes gradients itself.
         """
         return "step" not in vars(self)
-
-    def next_batch(
-        self,
-        *,
-        samples: float | None = None,
-        weight: float | None = None,
-        loss: float | torch.Tensor | None = None,
-    ) -> None:
-        """Say what the next bare ``step()`` counts, for a framework that calls it itself."""
-        self._next.say(samples, weight, loss)
-
-    def add_batch(self, samples: float | None, *, loader: int = 0) -> None:
-        """Count a batch that is about to be computed, for a loop whose steps accumulate several.
-
-        The next bare ``step()`` counts the batches since the last one. One of which no gradient came does not count.
-
-        Args:
-            samples: of the batch; None if nothing says how many, so the step asks for ``samples=``.
-            loader: number of the loader that gave it.
-        """
-        self._next.draw(samples, loader)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients of the last ``backward()``; accumulated ones stay."""
@@ -361,7 +324,7 @@ class SwarmOptimizer(WrappedOptimizer):
         it began the run, or loaded another's state, as a late joiner does and a peer whose rounding differed too far.
         Raises `StateError` if it could not be written; an older file there is untouched.
         """
-        self.checkpoint.save(target)
+        self._checkpoint.save(target)
 
     def load(self, source: str | Path | CheckpointFolder) -> None:
         """Continue from a checkpoint, or from the latest readable one of a folder.
@@ -375,7 +338,7 @@ class SwarmOptimizer(WrappedOptimizer):
             require(state is not None, f"{source} holds no checkpoint that can be read", StateError)
 
             def restart() -> None:
-                self.checkpoint.take_up(state)
+                self._checkpoint.take_up(state)
                 self._trainer.adopt()
 
             uninterrupted(restart)
@@ -386,7 +349,7 @@ class SwarmOptimizer(WrappedOptimizer):
         Waits ``hand_over_s`` for a last round that takes the accumulated samples; else they are lost.
         """
         with self._lock:
-            if self.closed.is_set():
+            if self.hooks.closed.is_set():
                 return
 
             async def stop() -> None:
@@ -401,36 +364,10 @@ class SwarmOptimizer(WrappedOptimizer):
                     if left_s > 0 and self._gathered.samples and not self.rounds.view.own.paused:
                         self._trainer.wait_step(left_s)
             finally:  # a failed or interrupted hand-over loses no checkpoint
-                self.closed.set()
+                self.hooks.closed.set()
                 self._runtime.call(stop())
                 self._replica.show()
                 self._saver.save()
-
-    @contextmanager
-    def loop(self) -> Iterator[None]:
-        """While this lasts, `step` does nothing after the session's end: the loop looks at `over`, and ends.
-
-        Raises RuntimeError if this peer has left already, or a later optimizer has replaced this one.
-        """
-        self.check_open()
-        self._loops += 1
-        try:
-            yield
-        finally:
-            self._loops -= 1
-
-    def check_open(self) -> None:
-        """Raise RuntimeError, with what to do, if this optimizer steps no more, or is about to leave."""
-        require(not self.over, self._why, RuntimeError)
-
-    @property
-    def _is_quiet(self) -> bool:
-        return self._loops > 0 and not self._replaced
-
-    def end(self, why: str, *, hand_over_s: float) -> None:
-        """Let the trainer's next call hand over, close and raise ``why``."""
-        self._why = why
-        self._hand_over_s = hand_over_s
 
     def _mode(self, name: str) -> Callable[[], None]:
         switch = super()._mode(name)
@@ -477,13 +414,13 @@ class SwarmOptimizer(WrappedOptimizer):
                 )
                 self._runtime.call(gate.wait_open())
             with self._lock:
-                require(not self.closed.is_set(), self._why, RuntimeError)
+                require(not self.hooks.closed.is_set(), self.hooks.why, RuntimeError)
                 yield
-                hand_over_s = self._hand_over_s
-                self._hand_over_s = None
+                hand_over_s = self.hooks.hand_over_s
+                self.hooks.hand_over_s = None
                 if hand_over_s is not None:
                     self.close(hand_over_s=hand_over_s)
-                    require(self._is_quiet, self._why, RuntimeError)
+                    require(self.hooks.ends_quietly, self.hooks.why, RuntimeError)
         except KeyboardInterrupt:
             uninterrupted(lambda: self._runtime.call(self._trainer.averaged()))
             threading.Thread(target=self._saver.save, name="colab-swarm-save", daemon=True).start()

@@ -130,7 +130,7 @@ def test_it_ends_with_the_session() -> None:
     class End(lightning.Callback):
         def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
             if module.optimizer.global_step == 2:
-                module.optimizer.end("the session ends", hand_over_s=0.0)
+                module.optimizer.hooks.end("the session ends", hand_over_s=0.0)
 
     def train(swarm: Swarm) -> int:
         fit(model := Model(swarm), steps=10**9, callbacks=[End(), SwarmSteps(10**9)])

@@ -55,7 +55,7 @@ def test_each_peer_reads_all_in_an_order_of_its_own_and_counts_what_it_read() ->
             net(x_BI).square().mean().backward()
             optimizer.step()
             if len(rows) == 2 * ROWS:
-                optimizer.end("enough", hand_over_s=0.0)
+                optimizer.hooks.end("enough", hand_over_s=0.0)
         return rows[:ROWS], rows[ROWS:]
 
     with cs.simulate(2, seed=1, samples_per_s=100.0) as simulation:
@@ -104,7 +104,7 @@ def close_it(swarm: Swarm, optimizer: SwarmOptimizer, net: torch.nn.Module) -> N
 
 def end_its_session(swarm: Swarm, optimizer: SwarmOptimizer, net: torch.nn.Module) -> None:
     for _, x_BI in swarm.batches(loader(), optimizer, max_steps=10**9):
-        optimizer.end("the session is over: join again", hand_over_s=0.0)
+        optimizer.hooks.end("the session is over: join again", hand_over_s=0.0)
         net(x_BI).mean().backward()
         optimizer.step()
 
@@ -155,7 +155,7 @@ def test_a_replaced_optimizer_raises_within_its_loop_and_one_of_two_loops_keeps_
         others = swarm.batches(loader(), optimizer, max_steps=10**9)
         next(batches), next(others)
         others.close()
-        optimizer.end("the session is over", hand_over_s=0.0)
+        optimizer.hooks.end("the session is over", hand_over_s=0.0)
         net(torch.ones(4, 8)).mean().backward()
         optimizer.step(samples=4)
         assert optimizer.step(samples=4) is None

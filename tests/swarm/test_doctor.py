@@ -237,7 +237,7 @@ def state_of(optimizer: SwarmOptimizer, net: Noisy) -> dict[str, Any]:
         "places": [parameter.data_ptr() for group in inner.param_groups for parameter in group["params"]],
         "counts": (gathered.samples, gathered.weight, gathered.loss.value, gathered._unused),
         "sum": total and (total.factor, total.values.segments),
-        "swarm": optimizer.checkpoint.state(),
+        "swarm": optimizer.hooks.checkpoint.state(),
         "step": (optimizer.global_step, optimizer.lineage, optimizer._replica.digests.changed),
         "turns": list(optimizer.times.turns),
         "chance": torch.get_rng_state(),

@@ -96,7 +96,7 @@ def test_a_part_that_fails_leaves_no_other_open(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(first._trainer, "wait_step", lambda timeout_s: fail())
     with pytest.raises(ZeroDivisionError, match="a bug"):
         alice.leave(hand_over_s=1.0)
-    assert first.closed.is_set() and second.closed.is_set()
+    assert first.hooks.closed.is_set() and second.hooks.closed.is_set()
     assert len([*tmp_path.glob("checkpoints/*/step-*")]) == 2
     assert alice.left and not (tmp_path / "in-use.json").exists()
     assert alice.network is not None and alice.network.node._closing is not None
@@ -127,4 +127,4 @@ def test_two_who_leave_at_once_both_return_when_it_is_done(tmp_path: Path) -> No
             for leaving in [threads.submit(alice.leave) for _ in range(4)]:
                 leaving.result(20.0)
                 assert not (tmp_path / "in-use.json").exists()
-        assert optimizer.closed.is_set()
+        assert optimizer.hooks.closed.is_set()

@@ -159,7 +159,7 @@ def test_a_training_cell_has_a_line_that_is_saved_and_the_one_panel(
         form = panel.form = ipywidgets.VBox([panel.widget()])
         net = toy.model()
         optimizer = toy.join_training(swarm, net, target_batch_size=4)
-        reader = BatchReader([torch.zeros(4, 8)], optimizer, peer=swarm.id, warn=print)
+        reader = BatchReader([torch.zeros(4, 8)], optimizer, peer=swarm.id, warn=print, time=lambda: 0.0)
         reading = reader.read(2, shows=CellView(optimizer, panel, run="digits"))
         for x_BI in reading:
             states.append(swarm.snapshot().state)
