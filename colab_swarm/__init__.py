@@ -5,9 +5,10 @@
     swarm = cs.connect()  # a form; in scripts cs.create("my-run"), cs.join("swarm://…") or cs.simulate(peers=4)
     model, batches = cs.recipes.albert("tiny", text="python-docs", swarm=swarm)
     optimizer = swarm.optimizer(cs.Lamb(cs.recipes.parameter_groups(model), lr=1e-2), target_batch_size=256)
-    for batch in batches:
-        model(**batch).loss.backward()
-        optimizer.step(samples=len(batch["input_ids"]))
+    for batch in swarm.batches(batches, optimizer, max_steps=1000):
+        loss = model(**batch).loss
+        loss.backward()
+        optimizer.step(loss=loss)
 
 Each protocol has a page with its problem, messages, timing, faults, the paper and the measured figures.
 
@@ -33,6 +34,8 @@ See also `colab_swarm.tensors` (compression), `colab_swarm.recipes` (models with
 """
 
 import importlib
+import sys
+import threading
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -84,13 +87,21 @@ PUBLIC = {
 # Modules with further names, such as ``cs.errors.PeerError`` and ``cs.moe.FeedForward``.
 ROOMS = {"elastic", "errors", "moe", "recipes", "workunits"}
 __all__ = list(PUBLIC)
+SLOW_S = 3.0
+"""An import that takes longer says so."""
 
 
 def __getattr__(name: str) -> Any:
     """Import on first use: a relay or backbone starts in a second, as it never imports torch."""
     if name not in PUBLIC and name not in ROOMS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    # of a busy machine or a cold disk, torch alone may take half a minute
+    notice = threading.Timer(
+        SLOW_S, print, [f"colab_swarm is loading what cs.{name} needs"], {"file": sys.stderr}
+    )
+    notice.daemon = True
     try:
+        notice.start()
         module = importlib.import_module(f"{__name__}.{PUBLIC.get(name, name)}")
     except ModuleNotFoundError as error:
         from colab_swarm.notebook.explanation import install_line
@@ -98,6 +109,8 @@ def __getattr__(name: str) -> Any:
         needed = (error.name or "").partition(".")[0]
         text = f"cs.{name} needs {needed}: {install_line(needed)}"
         raise ModuleNotFoundError(text, name=error.name) from error
+    finally:
+        notice.cancel()
     return module if name in ROOMS else getattr(module, name)
 
 

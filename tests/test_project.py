@@ -3,12 +3,14 @@
 import json
 import re
 import subprocess
+import threading
 import tomllib
 from importlib.metadata import PackageNotFoundError, PathDistribution
 from pathlib import Path
 
 import pytest
 
+import colab_swarm as cs
 from colab_swarm import project
 from tests.publish_links import publish
 
@@ -161,3 +163,21 @@ def test_changes_that_are_not_committed_are_left_alone(copy: Path) -> None:
     with pytest.raises(SystemExit, match="commit or stash"):
         publish(copy, MINE)
     assert (copy / "README.md").read_text() == "my own text"
+
+
+def test_a_slow_import_says_what_it_is_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    import_it, told = cs.importlib.import_module, threading.Event()
+
+    def slowly(name: str) -> object:
+        assert told.wait(10)
+        return import_it(name)
+
+    def record(text: str, **_: object) -> None:
+        said.append(text)
+        told.set()
+
+    monkeypatch.setattr(cs, "SLOW_S", 0.0)
+    monkeypatch.setattr(cs.importlib, "import_module", slowly)
+    monkeypatch.setattr("builtins.print", record)
+    assert cs.Lamb.__name__ == "Lamb" and said == ["colab_swarm is loading what cs.Lamb needs"]

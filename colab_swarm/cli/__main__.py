@@ -27,7 +27,7 @@ from colab_swarm.cli.command import (
     app,
     command,
 )
-from colab_swarm.cli.lines import report, report_event, report_facts, say
+from colab_swarm.cli.lines import report, report_event, report_facts, say, say_loading
 from colab_swarm.errors import JoinError, MismatchError, require
 from colab_swarm.invite import Invite
 from colab_swarm.markup import aligned, duration
@@ -367,6 +367,7 @@ def train_albert(
     peer_name: PeerName = "",
     send_hf_token: SendToken = False,
 ) -> None:
+    say_loading(output)
     from colab_swarm.recipes.masked_lm import albert, parameter_groups
     from colab_swarm.training.layerwise import Lamb
 
@@ -460,6 +461,7 @@ def experts(
     peer_name: PeerName = "experts",
     send_hf_token: SendToken = False,
 ) -> None:
+    say_loading(output)
     import torch
 
     from colab_swarm.moe.blocks import FeedForward, TransformerBlock

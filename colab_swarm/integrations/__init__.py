@@ -5,8 +5,9 @@
 
 accelerate needs no module: ``accelerator.prepare(model, swarm.optimizer(optimizer, batch_size=…, …), loader)``.
 Another framework is driven through `SwarmOptimizer.hooks`: ``hooks.next_step(samples=…, loss=…)`` before the ``step()``
-that it calls itself, ``hooks.running()`` around its loop, which ends when ``hooks.over``. Instead of accelerate's ``LocalSGD`` pass
-``communication="diloco"`` to `Swarm.optimizer`, and instead of ``accelerator.clip_grad_norm_`` ``max_grad_norm=1.0``.
+that it calls itself, ``hooks.running()`` around its loop, which ends when ``hooks.over``. Instead of accelerate's
+``LocalSGD`` pass ``communication="diloco"`` to `Swarm.optimizer`, and instead of ``accelerator.clip_grad_norm_``
+``max_grad_norm=1.0``.
 
 Adapters of peft train with ``model=get_peft_model(…)``: only they travel, and a peer with another base is refused.
 

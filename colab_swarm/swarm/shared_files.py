@@ -129,7 +129,9 @@ class SharedFiles:
         await asyncio.gather(*map(ask, holders[:_MOST_ASKED]))
         if manifest is None:
             raise StateError(f"no holder of {name} answers")
-        download = ChunkDownload(self._peers, manifest, partial(FetchFile, name=name))
+        download = ChunkDownload(
+            self._peers, manifest, partial(FetchFile, name=name), title="a file of the run"
+        )
         await download.run(donors)
         return Snapshot(manifest, download.blob)
 

@@ -11,7 +11,8 @@ request, a donor has `SILENCE_S` for those in flight.
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Annotated
@@ -46,6 +47,7 @@ DIGEST_BYTES = 32
 REQUEST_CHUNKS = 8
 CHUNK_TIMEOUT_S = 30.0  # for the chunks of one request to a donor, and for the first contact with it
 SILENCE_S = 5.0  # for a donor, once another one has answered, or has nothing left to send
+BAR_AFTER_S = 2.0  # a download that is done sooner shows no bar
 QUICK_S = CHUNK_TIMEOUT_S / 8  # after a request that took less, the next one has twice as many chunks
 
 Digest = Annotated[bytes, msgspec.Meta(min_length=DIGEST_BYTES, max_length=DIGEST_BYTES)]
@@ -177,11 +179,23 @@ def silence_s(peers: Node, donors: Iterable[PeerId]) -> float:
     return SILENCE_S + max((allowance_s(peers.statistics(donor).rtt_s) for donor in donors), default=0.0)
 
 
+@contextmanager
+def progress_bar(size_bytes: int, title: str) -> Iterator[Callable[[int], object]]:
+    """Yield what counts the bytes of a bar, shown after `BAR_AFTER_S`; without a ``title`` there is none."""
+    if not title:
+        yield lambda _: None
+        return
+    from tqdm import tqdm
+
+    with tqdm(total=size_bytes, desc=title, unit="B", unit_scale=True, delay=BAR_AFTER_S, leave=False) as bar:
+        yield bar.update
+
+
 class ChunkDownload:
     """The first ``chunks`` of one manifest, or all, from any number of donors; it survives the loss of all of them.
 
-    ``request(digests)`` makes the message that opens a stream of chunks. `run` fills ``blob``;
-    ``used`` are the donors that sent chunks.
+    ``request(digests)`` makes the message that opens a stream of chunks. `run` fills ``blob``, and shows a bar of that
+    ``title`` if it takes a while; ``used`` are the donors that sent chunks.
     """
 
     def __init__(
@@ -191,11 +205,13 @@ class ChunkDownload:
         request: Callable[[tuple[bytes, ...]], FetchChunks],
         *,
         chunks: int = MAX_CHUNKS,
+        title: str = "",
     ) -> None:
         self._count = min(chunks, manifest.chunks)
         self._peers = peers
         self._manifest = manifest
         self._request = request
+        self._title = title
         self._queue = list(reversed(range(self._count)))
         self.blob: Blob = np.empty(sum(map(manifest.length, self._queue)), np.uint8)
         self.used: set[PeerId] = set()
@@ -217,8 +233,9 @@ class ChunkDownload:
         ``timeout_s`` is for one request for some chunks.
         """
         left = [*donors]
-        while self._queue and left:  # the remaining donors send the chunks of a lost one
-            left = await self._fetch_from(left, timeout_s)
+        with progress_bar(self.blob.nbytes, self._title) as self._on_bytes:
+            while self._queue and left:  # the remaining donors send the chunks of a lost one
+                left = await self._fetch_from(left, timeout_s)
         missing = f"{len(self._queue)} of {self._count} chunks did not arrive"
         require(not self._queue, missing, StateError)
 
@@ -271,3 +288,4 @@ class ChunkDownload:
                 memoryview(self.blob.data)[self._manifest.span(chunk)] = data
                 del pending[0]
                 self.used.add(donor)
+                self._on_bytes(size_bytes)

@@ -198,7 +198,8 @@ async def download_state(
     require(manifest.step >= least_step, text, StateError)
     root = manifest.root
     begun = {} if begun is None else begun
-    download = begun.get(root) or ChunkDownload(peers, manifest, lambda ids: FetchState(ids, prefix, root))
+    request = partial(FetchState, prefix=prefix, root=root)
+    download = begun.get(root) or ChunkDownload(peers, manifest, request, title="the swarm's state")
     begun.clear()
     begun[root] = download
     await download.run(holders, timeout_s)

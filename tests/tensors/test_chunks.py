@@ -40,19 +40,23 @@ class Ask(chunks.FetchChunks, frozen=True):
     pass
 
 
-async def test_chunks_that_are_missing_here_come_from_honest_donors() -> None:
+async def test_chunks_that_are_missing_here_come_from_honest_donors(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(chunks, "BAR_AFTER_S", 0.0)
     blob = np.random.default_rng(0).integers(0, 256, 3 * chunks.CHUNK_BYTES + 5, np.uint8)
     whole, network = chunks.Snapshot.of(b"", 1, blob), SimNetwork(LAN, seed=0)
     alice, *donors = map(network.peer, ("alice", "bob", "mallory"))
     network.introduce()
     for donor, has in zip(donors, (whole, chunks.Snapshot(whole.manifest, np.zeros_like(blob))), strict=True):
         donor.serve_stream(Ask, lambda ask, stream, has=has: chunks.send_chunks(ask, stream, has.read))
-    download, digests = chunks.ChunkDownload(alice, whole.manifest, Ask), [*whole.chunks]
+    download, digests = chunks.ChunkDownload(alice, whole.manifest, Ask, title="the state"), [*whole.chunks]
     download.fill({digests[0]: bytes(whole.chunks[digests[0]]), digests[1]: b"short"}.get)
     with pytest.raises(StateError, match="3 of 4 chunks did not arrive"):
         await download.run([donors[1].id])
     await download.run(donor.id for donor in donors)
     assert np.array_equal(download.blob, blob) and download.used == {donors[0].id}
+    assert "the state: " in capsys.readouterr().err
     beginning = chunks.ChunkDownload(alice, whole.manifest, Ask, chunks=2)
     await beginning.run([donors[0].id])
     assert np.array_equal(beginning.blob, blob[: 2 * chunks.CHUNK_BYTES])
