@@ -34,8 +34,6 @@ See also `colab_swarm.tensors` (compression), `colab_swarm.recipes` (models with
 """
 
 import importlib
-import sys
-import threading
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -87,30 +85,23 @@ PUBLIC = {
 # Modules with further names, such as ``cs.errors.PeerError`` and ``cs.moe.FeedForward``.
 ROOMS = {"elastic", "errors", "moe", "recipes", "workunits"}
 __all__ = list(PUBLIC)
-SLOW_S = 3.0
-"""An import that takes longer says so."""
 
 
 def __getattr__(name: str) -> Any:
     """Import on first use: a relay or backbone starts in a second, as it never imports torch."""
     if name not in PUBLIC and name not in ROOMS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    # of a busy machine or a cold disk, torch alone may take half a minute
-    notice = threading.Timer(
-        SLOW_S, print, [f"colab_swarm is loading what cs.{name} needs"], {"file": sys.stderr}
-    )
-    notice.daemon = True
+    from colab_swarm.project import notice_if_slow
+
     try:
-        notice.start()
-        module = importlib.import_module(f"{__name__}.{PUBLIC.get(name, name)}")
+        with notice_if_slow(f"colab_swarm is loading what cs.{name} needs"):
+            module = importlib.import_module(f"{__name__}.{PUBLIC.get(name, name)}")
     except ModuleNotFoundError as error:
         from colab_swarm.notebook.explanation import install_line
 
         needed = (error.name or "").partition(".")[0]
         text = f"cs.{name} needs {needed}: {install_line(needed)}"
         raise ModuleNotFoundError(text, name=error.name) from error
-    finally:
-        notice.cancel()
     return module if name in ROOMS else getattr(module, name)
 
 

@@ -6,6 +6,10 @@ project's own URL, which ``make publish-links`` writes. A copy without either in
 
 import json
 import re
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, distribution
 
 COPY = "your copy of colab_swarm"
@@ -14,6 +18,19 @@ _PLATFORMS = {
     "Colab": "https://colab.research.google.com/{path}",
     "Kaggle": "https://kaggle.com/kernels/welcome?src=https://{page}",
 }
+SLOW_S = 3.0
+
+
+@contextmanager
+def notice_if_slow(text: str) -> Iterator[None]:
+    """Print ``text`` if the block takes over `SLOW_S`: on a busy machine torch alone loads for half a minute."""
+    notice = threading.Timer(SLOW_S, print, [text], {"file": sys.stderr})
+    notice.daemon = True
+    notice.start()
+    try:
+        yield
+    finally:
+        notice.cancel()
 
 
 def repository() -> str | None:

@@ -177,7 +177,7 @@ def test_a_slow_import_says_what_it_is_for(monkeypatch: pytest.MonkeyPatch) -> N
         said.append(text)
         told.set()
 
-    monkeypatch.setattr(cs, "SLOW_S", 0.0)
-    monkeypatch.setattr(cs.importlib, "import_module", slowly)
+    monkeypatch.setattr(project, "SLOW_S", 0.0)
     monkeypatch.setattr("builtins.print", record)
+    monkeypatch.setattr(cs.importlib, "import_module", slowly)
     assert cs.Lamb.__name__ == "Lamb" and said == ["colab_swarm is loading what cs.Lamb needs"]

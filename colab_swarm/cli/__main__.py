@@ -27,11 +27,12 @@ from colab_swarm.cli.command import (
     app,
     command,
 )
-from colab_swarm.cli.lines import report, report_event, report_facts, say, say_loading
+from colab_swarm.cli.lines import report, report_event, report_facts, say
 from colab_swarm.errors import JoinError, MismatchError, require
 from colab_swarm.invite import Invite
 from colab_swarm.markup import aligned, duration
 from colab_swarm.net.relay import RelayQuota
+from colab_swarm.project import notice_if_slow
 from colab_swarm.snapshot import PeerTable
 from colab_swarm.swarm import logbook
 from colab_swarm.swarm.joining import create as create_run
@@ -367,9 +368,9 @@ def train_albert(
     peer_name: PeerName = "",
     send_hf_token: SendToken = False,
 ) -> None:
-    say_loading(output)
-    from colab_swarm.recipes.masked_lm import albert, parameter_groups
-    from colab_swarm.training.layerwise import Lamb
+    with notice_if_slow("loading torch and transformers"):
+        from colab_swarm.recipes.masked_lm import albert, parameter_groups
+        from colab_swarm.training.layerwise import Lamb
 
     until = time.monotonic() + 3600 * (hours or MAX_HOURS)
     with _joined(invite, peer_name, network, output, send_hf_token, mailbox) as swarm:
@@ -461,11 +462,11 @@ def experts(
     peer_name: PeerName = "experts",
     send_hf_token: SendToken = False,
 ) -> None:
-    say_loading(output)
-    import torch
+    with notice_if_slow("loading torch"):
+        import torch
 
-    from colab_swarm.moe.blocks import FeedForward, TransformerBlock
-    from colab_swarm.moe.expert import ExpertRule
+        from colab_swarm.moe.blocks import FeedForward, TransformerBlock
+        from colab_swarm.moe.expert import ExpertRule
 
     rule = ExpertRule(
         partial(torch.optim.Adam, lr=lr, amsgrad=paper_rule), max_grad_norm=None if paper_rule else 1.0

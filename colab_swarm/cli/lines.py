@@ -18,12 +18,6 @@ def say(text: str) -> None:
     sys.stdout.flush()
 
 
-def say_loading(output: Output) -> None:
-    """Say that torch is loaded next, which takes up to half a minute on a busy machine."""
-    if not output.json_lines:
-        say("loading torch")
-
-
 def report(output: Output, event: str, text: str = "", /, **facts: Any) -> None:
     if output.json_lines:
         print(json.dumps({"event": event, **facts}), flush=True)

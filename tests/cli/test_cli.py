@@ -34,12 +34,14 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 @contextmanager
 def interrupted(*arguments: str, says: str = "") -> Iterator[IO[str]]:
-    """Run a command, yield its output, and end it by Ctrl-C; it ``says`` no more on stderr."""
+    """Run a command, yield its output, and end it by Ctrl-C; it ``says`` no more on stderr, but that torch loads."""
     with subprocess.Popen([*COMMAND, *arguments], stdout=PIPE, stderr=PIPE, text=True) as process:
         assert process.stdout is not None and process.stderr is not None
         yield process.stdout
         process.send_signal(signal.SIGINT)
-        assert process.wait(20) == 130 and process.stderr.read() == says
+        assert process.wait(20) == 130
+        # on a busy machine
+        assert process.stderr.read().removeprefix("loading torch\n") == says
 
 
 def test_a_mistyped_invitation_ends_with_one_sentence() -> None:
