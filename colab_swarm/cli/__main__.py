@@ -368,6 +368,7 @@ def train_albert(
     peer_name: PeerName = "",
     send_hf_token: SendToken = False,
 ) -> None:
+    Invite.parse(invite)  # a mistyped one is told of before torch is loaded
     with notice_if_slow("loading torch and transformers"):
         from colab_swarm.recipes.masked_lm import albert, parameter_groups
         from colab_swarm.training.layerwise import Lamb
@@ -462,6 +463,7 @@ def experts(
     peer_name: PeerName = "experts",
     send_hf_token: SendToken = False,
 ) -> None:
+    Invite.parse(invite)  # a mistyped one is told of before torch is loaded
     with notice_if_slow("loading torch"):
         import torch
 

@@ -54,7 +54,7 @@ def test_a_mistyped_invitation_ends_with_one_sentence() -> None:
     ("command", "problem"),
     [
         (["demo"], "the demo needs torch"),
-        (["experts", "swarm://x", "ffn", "--grid", "2x2", "--dim", "8"], "torch is missing"),
+        (["experts", str(Invite("a-run", (), 1e11)), "ffn"], "torch is missing"),
     ],
     ids=lambda value: value[0],
 )
