@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
+from colab_swarm.averaging.forming import MOST_TARGETS
 from colab_swarm.averaging.result import RoundResult
 from colab_swarm.averaging.router import PrefixRouter
 from colab_swarm.dht.service import RunServices
@@ -173,6 +174,12 @@ class TrainingSettings:
                 f"samples={samples!r}: pass the size of the batch, as in optimizer.step(samples=len(input_ids)), "
                 "or once and for all as batch_size=… to swarm.optimizer(…)"
             )
+        require(
+            samples <= MOST_TARGETS * self.target_batch_size,
+            f"samples={samples:g} is over {MOST_TARGETS:g} times target_batch_size={self.target_batch_size:g}: both count "
+            "the same thing, such as sentences or tokens",
+            SampleCountError,
+        )
         if self.weight_unit == "samples":
             require(
                 weight is None,

@@ -217,10 +217,12 @@ class Trainer:
             )
         is_first_of_many = in_row >= _MANY_DROPPED > self._told_in_row
         told = in_row < _MANY_DROPPED or is_first_of_many or in_row >= self._told_in_row + _FEW_LINES
-        if is_first_of_many:
-            text += _LIKELY_CAUSES
         if told:
             self._told_in_row = in_row
+        if is_first_of_many:
+            text += _LIKELY_CAUSES
+            # a plain loop in a script has no view that shows events
+            logger.warning("%s", text)
         self._services.events.emit(BatchDropped(self._runtime.time(), text, told))
 
     def _step_alone(self) -> None:

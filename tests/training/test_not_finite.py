@@ -54,7 +54,9 @@ def test_a_good_batch_begins_a_new_row(bad_in_rows: list[int], count: int, cause
     assert len(lines) == count and sum(CAUSES in line for line in lines) == causes
 
 
-def test_the_panel_shows_the_lines_that_people_get() -> None:
+def test_the_panel_shows_the_lines_that_people_get_and_the_log_the_causes(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     def train(swarm: Swarm) -> list[str]:
         optimizer = toy.join_training(swarm, net := toy.model(), target_batch_size=10**6)
         for _ in range(119):
@@ -65,3 +67,4 @@ def test_the_panel_shows_the_lines_that_people_get() -> None:
 
     *_, last = toy.alone(train)
     assert last.startswith("batch dropped: 20 batches in a row") and CAUSES in last
+    assert [CAUSES in text for text in caplog.messages if "in a row" in text] == [True]

@@ -111,11 +111,11 @@ def test_a_nan_gradient_is_dropped_and_reported() -> None:
     assert "NaN" in dropped[0].reason
 
 
-@pytest.mark.parametrize("samples", [0, -1, float("nan"), float("inf"), "16"])
+@pytest.mark.parametrize("samples", [0, -1, float("nan"), float("inf"), "16", 10**9])
 def test_a_senseless_number_of_samples_raises_at_once(samples: object) -> None:
     def train(swarm: Swarm) -> None:
         optimizer = toy.join_training(swarm, toy.model())
-        with pytest.raises(ValueError, match="pass the size of the batch"):
+        with pytest.raises(ValueError, match="pass the size of the batch|over 100 times target_batch_size"):
             optimizer.step(samples=samples)  # type: ignore[arg-type]
 
     toy.alone(train)
