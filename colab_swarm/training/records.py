@@ -36,9 +36,12 @@ def differing(there: Agreement, here: Agreement) -> str:
     """Return the settings that differ, with both values, or nothing."""
     theirs = dict(there)
     mine = dict(here)
-    differs = [name for name in (*mine, *theirs) if mine.get(name) != theirs.get(name)]
+    differs = {name: "" for name in (*mine, *theirs) if mine.get(name) != theirs.get(name)}
+    # options of two kinds of optimizers have nothing to compare
+    if "optimizer" in differs:
+        differs.pop("optimizer options", None)
     texts = (f"{name}: {theirs.get(name, 'none')} there, {mine.get(name, 'none')} here" for name in differs)
-    return plain("; ".join(dict.fromkeys(texts)), MAX_TEXT)
+    return plain("; ".join(texts), MAX_TEXT)
 
 
 class StateSketch(Message, frozen=True):

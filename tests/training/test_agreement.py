@@ -75,7 +75,7 @@ OTHERS: dict[str, tuple[str, Callable[[Swarm], SwarmOptimizer]]] = {
         lambda swarm: begin(swarm, weight_unit="target tokens"),
     ),
     "optimizer": (
-        "optimizer: AdamW there, SGD here",
+        r"optimizer: AdamW there, SGD here\. Use the run's",
         lambda swarm: begin(swarm, make=lambda net: torch.optim.SGD([net.down, net.up], 1e-3)),
     ),
     "rate": (
