@@ -8,7 +8,9 @@ import asyncio
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from typing import Annotated
 
+import msgspec
 import numpy as np
 
 from colab_swarm.errors import JoinError, PeerError, StateError, require
@@ -23,6 +25,7 @@ PREFIX = "file:"
 MAX_BYTES = 64 << 20
 FIND_S = 60.0
 """A holder that answers is found within this time."""
+FileName = Annotated[str, msgspec.Meta(max_length=64)]
 _RETRY_S = 2.0
 _CALL_S = 10.0
 _HASH_HEX = 32
@@ -33,13 +36,13 @@ _ANNOUNCE_S = 60.0
 class DescribeFile(Message, frozen=True):
     """Request the manifest of a file by its name."""
 
-    name: str
+    name: FileName
 
 
 class FetchFile(FetchChunks, frozen=True):
     """Opens a stream of chunks of the file with this name."""
 
-    name: str
+    name: FileName
 
 
 class SharedFiles:
