@@ -24,10 +24,7 @@ SwarmError
 ├── MismatchError         this peer would train something else than the swarm
 ├── BucketError           the bucket of a run cannot be used, or refuses this peer
 │   └── BucketAway        it does not answer for now
-├── SampleCountError      optimizer.step() does not know how many samples a gradient is of (also a ValueError)
-├── WeightError           optimizer.step() got a weight without a unit, or none (also a ValueError)
-├── NoGradientError       optimizer.step() found no gradient (also a RuntimeError)
-├── UnnamedValueError     optimizer.step() got a value without its name (also a TypeError)
+├── StepError             optimizer.step() lacks the gradient, a number or a name (also a ValueError)
 ├── StoreError            the store of a job of work units cannot be opened or used
 └── StateError            a checkpoint or a peer's training state cannot be used
 """
@@ -49,7 +46,6 @@ class SwarmError(Exception):
     """Any error of this package that is not a plain ValueError or TypeError of the caller.
 
     Cause: something that the package needs is missing or wrong; the text of the error names it.
-
     Fix: follow the text. If it does not help, run cs.doctor() and look for a line that is not green.
     """
 
@@ -69,9 +65,7 @@ class PeerError(SwarmError, ConnectionError):
     """A peer or the network failed; the text names the peer and what happened.
 
     Cause: another peer left, is slow or misbehaves, or the network between you and it is broken.
-
-    Fix: training continues without that peer, so usually you need to do nothing. If it happens with
-    every peer, run cs.doctor(): then the cause is your own network.
+    Fix: usually nothing, as training continues without that peer. If it happens with every peer, run cs.doctor().
     """
 
 
@@ -79,7 +73,6 @@ class PeerUnreachable(PeerError):
     """No known address of the peer answered.
 
     Cause: the peer has left, or a firewall or router in front of it blocks incoming connections.
-
     Fix: wait; the record of a peer that left disappears within minutes. If no peer can be reached, run cs.doctor().
     A run needs one peer that accepts connections: `colab-swarm create my-run` starts one on any machine.
     """
@@ -89,9 +82,7 @@ class PeerLost(PeerError):
     """The link broke, or the stream was reset, before the exchange was over.
 
     Cause: the peer was closed or killed, its notebook was disconnected, or the connection broke.
-
-    Fix: nothing; the peer is linked again when it comes back. If all links break at once, check
-    your own connection: cs.doctor().
+    Fix: nothing; the peer is linked again when it comes back. If all links break at once, run cs.doctor().
     """
 
 
@@ -99,7 +90,6 @@ class PeerTimeout(PeerError, TimeoutError):
     """The peer did not answer in time.
 
     Cause: the peer or the connection to it is too slow or overloaded, or its laptop sleeps.
-
     Fix: try again. If this machine is busy, leave it a core, or send less, as with communication="int8".
     """
 
@@ -108,7 +98,6 @@ class WrongPeer(PeerError):
     """Another peer answered at the peer's address.
 
     Cause: the address now belongs to another peer, for example after a restart with a new key, or to a reused tunnel.
-
     Fix: ask for a new invitation. A peer that keeps its key (NetworkOptions(identity="peer.key")) stays the same one.
     """
 
@@ -116,9 +105,7 @@ class WrongPeer(PeerError):
 class NotAdmitted(PeerError):
     """The peer has no membership of the run, or one that has expired or was revoked.
 
-    Cause: the run takes members only, and the membership of one of the two peers is missing,
-    expired or revoked. A wrong clock makes a valid one look expired.
-
+    Cause: your membership or the peer's is missing, expired or revoked. A wrong clock makes a valid one look expired.
     Fix: join again with a new invitation from the run's authority, and check this machine's date and time.
 
     Attributes:
@@ -134,7 +121,6 @@ class CallRefused(PeerError):
     """The peer answered with an error.
 
     Cause: the peer is too busy, does not know the message, or refuses it; the text quotes its reason.
-
     Fix: a busy peer answers later. If it does not know the message, update colab-swarm on both sides.
 
     Attributes:
@@ -151,7 +137,6 @@ class ProtocolError(PeerError):
     """The peer broke the protocol; the link is closed.
 
     Cause: the other side runs another version of colab-swarm, is not a peer, or is hostile.
-
     Fix: update colab-swarm on both sides. A single peer that breaks the protocol is left out automatically.
     """
 
@@ -160,9 +145,7 @@ class ExpertError(PeerError):
     """An expert did not answer, or its answer is unusable; the text names the expert and the reason.
 
     Cause: the expert's host left or is busy, or the expert computed values that are not finite.
-
-    Fix: a mixture continues with those that answer. Wait until a peer takes the expert over, or
-    host it: swarm.experts.host(…).
+    Fix: wait until a peer takes the expert over, or host it: swarm.experts.host(…). A mixture goes on with the others.
 
     Attributes:
         retry_s: a busy host's hint when to call again; None if it is not busy.
@@ -177,20 +160,16 @@ class InviteError(SwarmError, ValueError):
     """The invitation cannot be used; the text says why and what to do.
 
     Cause: the link was cut off when it was copied, has expired, was changed, or belongs to another version or purpose.
-
-    Fix: copy the whole line again. If that does not help, ask the person who invited you for a new
-    one (swarm.invite()).
+    Fix: copy the whole line again. If that does not help, ask who invited you for a new one (swarm.invite()).
     """
 
 
 class JoinError(SwarmError, ConnectionError):
     """No peer named in the invitation could be reached; the text lists the attempts.
 
-    Cause: the peers of the invitation have stopped, or connections to them are blocked. On Kaggle
-    the internet is off until you switch it on in the notebook's settings.
-
-    Fix: ask whether the run still exists. If it has ended, start a new one with cs.create(…). If
-    not, ask for a new invitation; cs.doctor() tests this machine's network.
+    Cause: those peers have stopped, or connections are blocked. On Kaggle the internet is off until you switch it on.
+    Fix: ask whether the run still exists. If it has ended, start a new one with cs.create(…). If not, ask for a new
+    invitation; cs.doctor() tests this machine's network.
     """
 
 
@@ -198,7 +177,6 @@ class TokenNotSent(JoinError):
     """The run asks for your Hugging Face token, and you did not agree to send it; nothing was sent.
 
     Cause: the run admits listed accounts of Hugging Face only. Its organizer gets your whole token to look you up.
-
     Fix: make a token that may only read, save it as HF_TOKEN, and pass send_hf_token=True if you trust the organizer.
     """
 
@@ -207,9 +185,7 @@ class TermsError(SwarmError):
     """The platform's terms may forbid this, and you have not accepted them.
 
     Cause: this machine belongs to a platform whose free plan may not be used for such work.
-
-    Fix: read the platform's terms. If they allow it, pass accept_terms=True; if not,
-    cs.simulate(peers=4) shows the same in one notebook.
+    Fix: read its terms. If they allow it, pass accept_terms=True; if not, cs.simulate(peers=4) shows it on one machine.
     """
 
 
@@ -217,9 +193,8 @@ class SecretError(SwarmError, LookupError):
     """A token or password is missing; the text says where it was looked for and how to set it.
 
     Cause: the secret was not set on this platform, or this notebook may not read it.
-
-    Fix: store it under the name in the text: as a secret of Colab or Kaggle (and allow this
-    notebook to read it), or as an environment variable. Never write it into a cell.
+    Fix: store it under the name in the text, never in a cell: as a secret of Colab or Kaggle (and allow this notebook
+    to read it), or as an environment variable.
     """
 
 
@@ -227,7 +202,6 @@ class TunnelError(SwarmError, ConnectionError):
     """A tunnel could not be opened; the text says why and what to do.
 
     Cause: the tunnel's agent is missing, its token is wrong or its plan used up, or the internet is off.
-
     Fix: follow the text, or use no tunnel: a peer that only dials out trains like any other.
     """
 
@@ -236,7 +210,6 @@ class PortError(SwarmError, OSError):
     """A port of this machine cannot be used; the text names it and says what to do.
 
     Cause: another program, or an earlier run of this cell, listens on that port.
-
     Fix: choose another port, or port=0 for a free one; or stop the program that uses it.
     """
 
@@ -245,52 +218,20 @@ class NoExpertsError(SwarmError, LookupError):
     """No expert of the prefix is alive, or none answered a batch; the text says which, and why.
 
     Cause: no peer hosts experts of this name, all their hosts have left, or prefix or grid differ from the hosts'.
-
     Fix: compare prefix and grid with the hosts', or host some: swarm.experts.host("ffn", make, grid=(4, 4)). If
     they are away for a moment, try the batch again, as swarm.experts.trainer(…) does.
     """
 
 
-class SampleCountError(SwarmError, ValueError):
-    """``optimizer.step()`` does not know how many samples the gradient is of.
+class StepError(SwarmError, ValueError):
+    """``optimizer.step()`` lacks the gradient, the number of its samples or its weight, or the name of a value.
 
-    Cause: step() got no samples=, or no number above 0, and swarm.optimizer(…) got no batch_size=. A loop over
-    swarm.batches(…) needs neither, unless the parts of a batch disagree on its first dimension, or say something else
-    than the loader drew.
-
-    Fix: call optimizer.step(samples=len(batch)). Or say it once: swarm.optimizer(adam, target_batch_size=4096,
-    batch_size=16), then optimizer.step().
-    """
-
-
-class WeightError(SwarmError, ValueError):
-    """``optimizer.step()`` got a weight without a unit, or none where a unit is set.
-
-    Cause: all peers must weigh by the same unit. Either weight= came without a weight_unit= of the optimizer, or the
-    optimizer has one, so each gradient needs its own weight.
-
-    Fix: name the unit at all peers, swarm.optimizer(…, weight_unit="target tokens"), and call
-    optimizer.step(samples=16, weight=number), where the loss is the mean of that number of units. To weigh by
-    samples, leave both out.
-    """
-
-
-class NoGradientError(SwarmError, RuntimeError):
-    """``optimizer.step()`` found no gradient.
-
-    Cause: there was no backward() since the last step(), which counts the gradients and clears them.
-
-    Fix: for each batch: loss.backward(), then optimizer.step(samples=…). zero_grad() belongs before backward(), and
-    the loss must not come from torch.no_grad().
-    """
-
-
-class UnnamedValueError(SwarmError, TypeError):
-    """``optimizer.step()`` got a value without its name.
-
-    Cause: the only argument of step() without a name is a closure, as torch's optimizers have it.
-
-    Fix: call optimizer.step(samples=16, loss=loss) or, with batch_size= in swarm.optimizer(…), optimizer.step().
+    Cause: step() got no samples=, or a value without its name, which only a closure may lack; or a weight= without a
+    weight_unit=, under which each gradient needs its own weight; or no backward() came since the last step(), which
+    clears the gradients.
+    Fix: for each batch: loss.backward(), then optimizer.step(samples=len(batch)). With batch_size=16 in
+    swarm.optimizer(…), optimizer.step() is enough. With weight_unit="target tokens" there, the same at all peers, it
+    is optimizer.step(samples=16, weight=number), where the loss is the mean of that number of units.
     """
 
 
@@ -298,7 +239,6 @@ class StoreError(SwarmError):
     """The store of a job cannot be opened or used; the text says why and what to do.
 
     Cause: the store's file is on a full or read-only disk, or its server is down or refuses the password.
-
     Fix: follow the text, then coordinate with the same folder: the job continues where it was.
     """
 
@@ -307,7 +247,6 @@ class BucketError(SwarmError):
     """The bucket of a run cannot be used, or refuses this peer; the text says why.
 
     Cause: its keys are missing, wrong or revoked, the store has no conditional writes, or obstore is not installed.
-
     Fix: follow the text, then run the cell again: this peer's steps since the last round still count.
     """
 
@@ -316,7 +255,6 @@ class BucketAway(BucketError, ConnectionError):
     """The bucket of a run does not answer for now. Training goes on where it can, and asks again.
 
     Cause: the internet is off, the store is down, or its folder is not mounted.
-
     Fix: wait, or mount the folder again: nothing is lost meanwhile.
     """
 
@@ -324,11 +262,10 @@ class BucketAway(BucketError, ConnectionError):
 class MismatchError(SwarmError, ValueError):
     """This peer would train something else than the swarm; the text names both values.
 
-    Cause: the peers of a model run different scripts: another model, frozen base, optimizer,
-    learning rate or batch size. Averages of theirs would be silently wrong.
-
-    Fix: use the swarm's value, or pass another name=… to swarm.optimizer(…) to train a model of
-    your own. If no peer with the swarm's value is alive, wait a minute until its record expires.
+    Cause: the peers run different scripts: another model, frozen base, optimizer, learning rate or batch size.
+    Averages of theirs would be silently wrong.
+    Fix: use the swarm's value, or pass another name=… to swarm.optimizer(…) to train a model of your own. If no peer
+    with the swarm's value is alive, wait a minute until its record expires.
     """
 
 
@@ -336,9 +273,8 @@ class StateError(SwarmError):
     """A checkpoint or a peer's training state cannot be used; the text says why.
 
     Cause: the state is of another model or optimizer, damaged, or no peer could send it in time.
-
-    Fix: build model and optimizer exactly as the swarm's organizer does, then run the cell again. A
-    damaged checkpoint is skipped if there is an older one.
+    Fix: build model and optimizer exactly as the swarm's organizer does, then run the cell again. A damaged
+    checkpoint is skipped if there is an older one.
     """
 
 
@@ -346,6 +282,5 @@ class HostError(SwarmError):
     """Another process of this peer's host died, failed or fell out of step; the text says which one if it is known.
 
     Cause: one of the processes that train on this machine together ended or raised; its own output says why.
-
     Fix: find the first traceback among the processes, fix its cause, and start all of them again.
     """

@@ -21,7 +21,7 @@ from colab_swarm.elastic.steps import (
     ElasticSteps,
     Piece,
 )
-from colab_swarm.errors import NoGradientError, StateError, require
+from colab_swarm.errors import StateError, StepError, require
 from colab_swarm.events import BatchDropped
 from colab_swarm.runtime import Runner, uninterrupted
 from colab_swarm.tensors.codecs import BLOCK_VALUES, ErrorFeedback, Floats, codec_of
@@ -68,14 +68,14 @@ class Buckets:
         self._open_parts = Counter(chain.from_iterable(map(self._overlapping, self._starts)))
 
     def check(self) -> None:
-        """Raise `NoGradientError` if parameters got no gradient: an optimizer would still decay and move them."""
+        """Raise `StepError` if parameters got no gradient: an optimizer would still decay and move them."""
         shapes = [tuple(parameter.shape) for parameter in self._absent]
         require(
             not shapes,
             f"{len(shapes)} of {len(self._starts)} parameters got no gradient, such as one of shape {shapes[:1]}: call "
             "loss.backward() before each step(), and freeze what the loss does not use before "
             "swarm.elastic.optimizer(…), or use swarm.optimizer(…)",
-            NoGradientError,
+            StepError,
         )
 
     def check_unchanged(self) -> None:

@@ -20,7 +20,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from transformers import Trainer, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import DefaultFlowCallback
 
-from colab_swarm.errors import SampleCountError, require
+from colab_swarm.errors import StepError, require
 from colab_swarm.swarm.order import give_order
 from colab_swarm.swarm.script import done_line
 from colab_swarm.swarm.swarm import Swarm
@@ -213,7 +213,7 @@ class SwarmFlow(DefaultFlowCallback):  # type: ignore[misc]
         examples = self._rows.count(inputs)
         if examples is None:
             text = "the parts of a batch do not say how many samples it has: pass batch_size=… to attach(…)"
-            raise SampleCountError(text)
+            raise StepError(text)
         return examples
 
     def log(self, logs: dict[str, Any], *arguments: Any, **named: Any) -> None:

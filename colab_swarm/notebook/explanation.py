@@ -18,7 +18,7 @@ from colab_swarm.markup import plain
 from colab_swarm.notebook.theme import MAX_CHARS, Document
 from colab_swarm.project import COPY, install, repository
 
-_DOCUMENTED = re.compile(r"^Cause: (?P<cause>.+?)\n\nFix: (?P<fix>.+?)(?:\n\n|\Z)", re.DOTALL | re.MULTILINE)
+_DOCUMENTED = re.compile(r"^Cause: (?P<cause>.+?)\nFix: (?P<fix>.+?)(?:\n\n|\Z)", re.DOTALL | re.MULTILINE)
 _DISTRIBUTIONS = {"PIL": "pillow", "sklearn": "scikit-learn"}
 """Packages whose name differs from their module's."""
 

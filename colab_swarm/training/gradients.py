@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from colab_swarm.averaging.group import bits_of, flags_of
-from colab_swarm.errors import NoGradientError, require
+from colab_swarm.errors import StepError, require
 from colab_swarm.tensors.codecs import ErrorFeedback
 from colab_swarm.tensors.device import Flag, all_finite, hand_over, in_main_memory
 from colab_swarm.tensors.device_vector import DeviceFeedback, DeviceVector
@@ -66,11 +66,11 @@ def finite_gradients(parameters: Iterable[torch.Tensor]) -> Flag:
 
 
 def require_gradient(parameters: Iterable[torch.Tensor]) -> None:
-    """Raise `NoGradientError` if no parameter has a gradient."""
+    """Raise `StepError` if no parameter has a gradient."""
     require(
         any(parameter.grad is not None for parameter in parameters),
         "no parameter has a gradient since the last step(): call loss.backward() before optimizer.step()",
-        NoGradientError,
+        StepError,
     )
 
 

@@ -19,7 +19,7 @@ import torch
 from blake3 import blake3
 
 from colab_swarm.averaging.result import RoundResult
-from colab_swarm.errors import MismatchError, PeerError, StateError, UnnamedValueError, require
+from colab_swarm.errors import MismatchError, PeerError, StateError, StepError, require
 from colab_swarm.events import Notice
 from colab_swarm.runtime import Runner, uninterrupted
 from colab_swarm.training.agreement import FROZEN_BASE, agreement_of
@@ -256,7 +256,7 @@ class SwarmOptimizer(WrappedOptimizer):
 
         Raises:
             RuntimeError: this peer has left, as you closed it or its session ends; or a later optimizer replaced this.
-            NoGradientError, SampleCountError, WeightError, UnnamedValueError: the call is wrong.
+            StepError: the call is wrong, or there is no gradient.
             MismatchError: most other peers train with other settings.
         """
         computed = None if closure is None else loss_of(closure)
@@ -438,6 +438,6 @@ class SwarmOptimizer(WrappedOptimizer):
 
 def loss_of(closure: Callable[[], float | torch.Tensor]) -> float | torch.Tensor:
     text = f"step({closure!r:.40}): name what you pass, as in optimizer.step(samples=…, loss=…)"
-    require(callable(closure), text, UnnamedValueError)
+    require(callable(closure), text, StepError)
     with torch.enable_grad():
         return closure()

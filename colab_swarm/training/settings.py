@@ -17,7 +17,7 @@ from colab_swarm.averaging.forming import MOST_TARGETS
 from colab_swarm.averaging.result import RoundResult
 from colab_swarm.averaging.router import PrefixRouter
 from colab_swarm.dht.service import RunServices
-from colab_swarm.errors import SampleCountError, WeightError, require
+from colab_swarm.errors import StepError, require
 from colab_swarm.net.node import Node
 from colab_swarm.net.traffic import REMEMBERED_RATES
 from colab_swarm.tensors.codecs import Floats
@@ -167,10 +167,10 @@ class TrainingSettings:
     def counted(self, samples: float | None, weight: float | None) -> tuple[float, float]:
         """Return the samples of a micro-batch and the weight of its gradient.
 
-        Raises SampleCountError or WeightError, both ValueErrors, if a number is not usable.
+        Raises StepError if a number is not usable.
         """
         if not (isinstance(samples, int | float) and math.isfinite(samples) and samples > 0):
-            raise SampleCountError(
+            raise StepError(
                 f"samples={samples!r}: pass the size of the batch, as in optimizer.step(samples=len(input_ids)), "
                 "or once and for all as batch_size=… to swarm.optimizer(…)"
             )
@@ -185,11 +185,11 @@ class TrainingSettings:
                 weight is None,
                 f"weight={weight!r} counts no samples: name its unit, the same at all peers, as in "
                 'swarm.optimizer(…, weight_unit="target tokens")',
-                WeightError,
+                StepError,
             )
             weight = samples
         if not (isinstance(weight, int | float) and math.isfinite(weight) and weight >= 0):
-            raise WeightError(
+            raise StepError(
                 f"weight={weight!r}: this swarm weighs by {self.weight_unit}, so pass how many the loss is a mean of, "
                 "as in optimizer.step(samples=…, weight=…)"
             )

@@ -56,7 +56,7 @@ def test_ranks_are_made_equal_a_rank_may_lack_samples_and_the_leads_errors_reach
     for rank in range(RANKS):
         torch.testing.assert_close(torch.load(tmp_path / f"second {rank}"), toy.joint_reference(2))
         assert torch.equal(torch.load(tmp_path / f"parameters {rank}"), toy.parameters_of(toy.model()))
-    assert (tmp_path / "error 0").read_text().startswith("SampleCountError: samples=0.0")
+    assert (tmp_path / "error 0").read_text().startswith("StepError: samples=0.0")
     error = (tmp_path / "error 1").read_text()
     assert error.startswith("HostError: rank 0, which talks to the swarm, failed: ")
 

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import colab_swarm as cs
+from colab_swarm.errors import StepError
 from colab_swarm.events import StepFinished
 from colab_swarm.swarm.swarm import Swarm
 from colab_swarm.training.replica import Replica, UpdateRule
@@ -45,7 +46,7 @@ def test_a_bare_step_counts_the_batch_size_and_a_closure_its_loss() -> None:
 
         assert optimizer.step(closure) is None and optimizer.step(closure) is not None
         optimizer.zero_grad()
-        with pytest.raises(RuntimeError, match="no parameter has a gradient"):
+        with pytest.raises(StepError, match="no parameter has a gradient"):
             optimizer.step()
         return toy.parameters_of(net), optimizer.rounds.view.own.loss
 
@@ -214,7 +215,7 @@ def test_a_weight_needs_a_unit_and_a_step_its_numbers() -> None:
             optimizer.step(samples=10, weight=3)
         with pytest.raises(ValueError, match=r"pass the size of the batch.*batch_size=…"):
             optimizer.step()
-        with pytest.raises(RuntimeError, match=r"call loss.backward\(\)"):
+        with pytest.raises(StepError, match=r"call loss.backward\(\)"):
             optimizer.step(samples=10)
 
     toy.alone(train)
