@@ -8,19 +8,20 @@
 
 All but the checkpoints is secret. Files are written aside and then renamed, so a kill does no harm.
 Two processes with one key would push each other out of the swarm, so one at a time uses the folder.
-File locks mean nothing to other machines on a network drive: `in-use.json` names the process and
-its last heartbeat. After a kill its own machine notices at once (Linux), others once these stop.
-Two containers of one machine do not see each other's processes, but a lock of `in-use.lock`.
+A kill frees the lock of `in-use.lock`, which its own machine notices at once (Linux), from another
+container too. File locks mean nothing to other machines on a network drive: these wait until the
+heartbeats in `in-use.json` have stopped.
 """
 
 import contextlib
 import os
+import secrets
 import socket
 import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 from urllib.parse import quote
 
 import msgspec
@@ -41,57 +42,13 @@ MAX_CONTACTS = 64  # the linked ones first, then those met last
 
 
 class Occupant(msgspec.Struct, frozen=True):
+    """The process that uses the folder."""
+
+    store: str  # a random name of its `PeerStore`
     host: str
     pid: int
-    began: str  # in the machine's own count; distinguishes it from a later process with the same id
     at: float  # its last heartbeat, seconds since the epoch
-    processes: str = ""  # which ones it sees: the machine's boot and the namespace; empty if unknown
-    lock: str = ""  # the lock that it holds, by boot, device and file; empty if none
-
-    @classmethod
-    def here(cls, lock: str = "") -> "Occupant":
-        pid = os.getpid()
-        return cls(socket.gethostname(), pid, _start_of(pid), time.time(), _visible_processes(), lock)
-
-    def holds_against(self, other: "Occupant") -> bool:
-        """Return True if it is alive and not ``other``, as far as ``other`` can know."""
-        mine = (self.host, self.pid, self.began, self.processes)
-        if mine == (other.host, other.pid, other.began, other.processes):
-            return False
-        visible = self.host == other.host
-        if self.processes and other.processes:
-            visible = self.processes == other.processes
-        if visible and self.began:
-            return _start_of(self.pid) == self.began
-        # its lock is free
-        if self.lock and self.lock == other.lock:
-            return False
-        return other.at - self.at < STALE_S
-
-
-def _boot() -> str:
-    """Return an id that all containers of a machine have until it boots again; empty if it has none."""
-    with contextlib.suppress(OSError):
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return ""
-
-
-def _visible_processes() -> str:
-    boot = _boot()
-    with contextlib.suppress(OSError):
-        return boot and f"{boot} {os.readlink('/proc/self/ns/pid')}"
-    return ""
-
-
-def _start_of(pid: int) -> str:
-    """Return when a local process started; empty if it is dead, or where that is unknown (macOS, Windows)."""
-    with contextlib.suppress(OSError, IndexError):
-        # fields of proc(5) from the third on; the second one, a name in parentheses, may hold spaces
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        # a zombie was killed, and its parent has not noticed yet
-        if fields[0] not in "ZX":
-            return fields[19]
-    return ""
+    lock: str = ""  # the lock that it holds, by boot, device and file; empty if it holds none
 
 
 class SavedPeer(msgspec.Struct, frozen=True):
@@ -169,20 +126,16 @@ def loss_warning(folder: Path, here: Platform) -> str:
 class PeerStore:
     """A peer's folder, reserved for this process until `close`; a StateError if it is in use."""
 
-    # folders of this process, and their locks, which end with the object
-    _here: ClassVar[dict[Path, FileLock]] = {}
-
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.key_file = folder / "identity.key"
         self._record = folder / "in-use.json"
-        # in this process, `_here` keeps others out
+        self._name = secrets.token_hex(8)
         self._lock = FileLock(folder / "in-use.lock", mode=0o600, thread_local=False)
         # nothing is written after the end
         self._writing = threading.Lock()
         self._closed = False
         self._written = b""
-        require(folder not in self._here, f"{folder} is in use here: leave it first", StateError)
         try:
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             self._reserve()
@@ -215,15 +168,19 @@ class PeerStore:
         # Another process may have deleted our file, as it found the same abandoned one: the last one wins.
         time.sleep(0.1)
         self._require_free()
-        self._here[self.folder] = self._lock
 
     def _occupant(self) -> Occupant:
-        """Return this process, and the lock that it holds."""
-        boot = _boot()
-        if not boot or not self._lock.is_locked:
-            return Occupant.here()
-        file = Path(self._lock.lock_file).stat()
-        return Occupant.here(f"{boot} {file.st_dev} {file.st_ino}")
+        lock = self._lock_id() if self._lock.is_locked else ""
+        return Occupant(self._name, socket.gethostname(), os.getpid(), time.time(), lock)
+
+    def _lock_id(self) -> str:
+        """Return an id that all containers of a machine have for the lock; empty if it has none."""
+        with contextlib.suppress(OSError):
+            # it changes when the machine boots again
+            boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+            file = Path(self._lock.lock_file).stat()
+            return f"{boot} {file.st_dev} {file.st_ino}"
+        return ""
 
     def _require_free(self) -> None:
         try:
@@ -231,14 +188,19 @@ class PeerStore:
         except (FileNotFoundError, msgspec.MsgspecError):
             # a garbled file is of a process that was killed while it wrote
             return
-        here = self._occupant()
-        if not other.holds_against(here):
+        if other.store == self._name:
             return
-        age_s = max(0.0, here.at - other.at)
-        raise StateError(
+        age_s = max(0.0, time.time() - other.at)
+        is_dead = age_s >= STALE_S
+        if other.lock and other.lock == self._lock_id():
+            # it lives as long as this process cannot take its lock
+            is_dead = self._lock.is_locked
+        require(
+            is_dead,
             f"{self.folder} is in use by process {other.pid} on {other.host}, whose last heartbeat is {age_s:.0f} s "
             "old: leave the swarm there, or shut that kernel down. If it has ended already, try again in "
-            f"{STALE_S / 60:.0f} minutes, or delete {self._record.name} there"
+            f"{STALE_S / 60:.0f} minutes, or delete {self._record.name} there",
+            StateError,
         )
 
     def checkpoints(self, name: str) -> Path:
@@ -284,7 +246,6 @@ class PeerStore:
             if self._closed:
                 return
             self._closed = True
-            self._here.pop(self.folder, None)
             with contextlib.suppress(OSError, StateError):
                 self._require_free()
                 self._record.unlink(missing_ok=True)

@@ -3,10 +3,10 @@
 import errno
 import os
 import re
-import socket
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -55,11 +55,16 @@ def test_what_is_written_is_read_by_the_next_session(tmp_path: Path) -> None:
 
 
 def test_only_the_owner_can_read_it_and_no_repr_shows_it(tmp_path: Path) -> None:
-    store = stored_in(tmp_path)
-    assert repr(read_saved(tmp_path)) == "SavedPeer(alice of my-run)"
+    folder = tmp_path / "peer"
+    former = os.umask(0)
+    try:
+        store = stored_in(folder)
+    finally:
+        os.umask(former)
+    assert repr(read_saved(folder)) == "SavedPeer(alice of my-run)"
     assert repr(store).startswith("PeerStore('/")
-    files = [path for path in tmp_path.iterdir() if path.is_file()]
-    assert len(files) == 4 and not any(path.stat().st_mode & 0o077 for path in files)
+    files = [folder, *folder.iterdir()]
+    assert len(files) == 5 and not any(path.stat().st_mode & 0o077 for path in files)
 
 
 def test_a_tunnels_token_is_not_saved() -> None:
@@ -72,6 +77,10 @@ def test_peers_that_are_gone_are_remembered_after_those_that_are_linked(tmp_path
     store = stored_in(tmp_path)
     store.write([contact(number) for number in range(2, 2 + module.MAX_CONTACTS - 1)], b"", ())
     store.write([contact(200)], b"", ())
+    store.close()
+    # nothing is written once the folder is left
+    store.write([contact(9)], b"", ())
+    assert not (tmp_path / "in-use.json").exists()
     saved = read_saved(tmp_path)
     assert saved is not None and len(saved.contacts) == module.MAX_CONTACTS
     assert saved.contacts[:2] == (contact(200), contact(2))
@@ -84,13 +93,6 @@ def test_a_folder_that_vanished_and_was_recreated_is_noticed(tmp_path: Path) -> 
     with pytest.raises(StateError, match="was a drive unmounted"):
         store.write([contact(1)], b"", ())
     assert not (tmp_path / "drive" / "in-use.json").exists()
-
-
-def test_nothing_is_written_once_the_folder_is_left(tmp_path: Path) -> None:
-    store = stored_in(tmp_path)
-    store.close()
-    store.write([contact(9)], b"", ())
-    assert not (tmp_path / "in-use.json").exists()
 
 
 @settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -142,82 +144,64 @@ def test_a_folder_that_vanishes_with_the_session_is_warned_of() -> None:
         assert not loss_warning(Path(folder), platform)
 
 
-def occupy(folder: Path, occupant: Occupant) -> None:
+def occupy(folder: Path, age_s: float, lock: str = "") -> Occupant:
+    occupant = Occupant("another store", "elsewhere", 1, time.time() - age_s, lock)
     (folder / "in-use.json").write_bytes(msgspec.json.encode(occupant))
+    return occupant
 
 
 def test_a_second_swarm_of_this_process_is_refused(tmp_path: Path) -> None:
     store = PeerStore(tmp_path)
-    with pytest.raises(StateError, match="leave it first"):
+    with pytest.raises(StateError, match="leave the swarm there"):
         PeerStore(tmp_path)
     store.close()
     store.close()
-    PeerStore(tmp_path)
-
-
-def test_a_living_process_keeps_its_folder_and_a_dead_one_does_not(tmp_path: Path) -> None:
-    sleeper = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
-    began = Path(f"/proc/{sleeper.pid}/stat").read_text().rpartition(")")[2].split()[19]
-    occupy(tmp_path, Occupant(socket.gethostname(), sleeper.pid, began, time.time() - 10 * STALE_S))
-    try:
-        with pytest.raises(StateError, match=f"process {sleeper.pid}.*shut that kernel down"):
-            PeerStore(tmp_path)
-    finally:
-        sleeper.kill()
-        sleeper.wait()
     PeerStore(tmp_path)
 
 
 def test_of_two_processes_that_find_an_abandoned_folder_the_last_one_gets_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = tmp_path / "in-use.json"
-    left_behind, rival = Occupant("elsewhere", 1, "1", 0.0), Occupant("elsewhere", 2, "2", time.time())
-    path.write_bytes(msgspec.json.encode(left_behind))
-    monkeypatch.setattr(time, "sleep", lambda _: path.write_bytes(msgspec.json.encode(rival)))
-    with pytest.raises(StateError, match="in use by process 2 on elsewhere"):
+    occupy(tmp_path, 2 * STALE_S)
+    rivals: list[Occupant] = []
+    monkeypatch.setattr(time, "sleep", lambda _: rivals.append(occupy(tmp_path, 0.0)))
+    with pytest.raises(StateError, match="in use by process 1 on elsewhere"):
         PeerStore(tmp_path)
-    assert msgspec.json.decode(path.read_bytes(), type=Occupant) == rival
+    assert msgspec.json.decode((tmp_path / "in-use.json").read_bytes(), type=Occupant) == rivals[0]
 
 
-def test_another_machine_has_the_folder_until_its_heartbeats_stop(tmp_path: Path) -> None:
-    occupy(tmp_path, Occupant("elsewhere", 1, "12", time.time() - STALE_S / 2))
+@pytest.mark.parametrize("lock", ["", "another boot and file"])
+@pytest.mark.parametrize("failure", [None, Timeout("lock"), NotImplementedError(), OSError(errno.ENOLCK, "")])
+def test_another_machine_has_the_folder_until_its_heartbeats_stop_whatever_locks_the_drive_has(
+    lock: str, failure: Exception | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise failure or Timeout("lock")
+
+    if failure is not None:
+        monkeypatch.setattr(FileLock, "acquire", refuse)
+    occupy(tmp_path, STALE_S / 2, lock)
     with pytest.raises(StateError, match=r"on elsewhere.*try again in 3 minutes"):
         PeerStore(tmp_path)
-    occupy(tmp_path, Occupant("elsewhere", 1, "12", time.time() - 2 * STALE_S))
+    occupy(tmp_path, 2 * STALE_S, lock)
     PeerStore(tmp_path)
 
 
 def test_a_process_without_heartbeats_notices_that_another_took_the_folder(tmp_path: Path) -> None:
     store = stored_in(tmp_path)
-    occupy(tmp_path, Occupant("elsewhere", 1, "12", time.time()))
+    occupy(tmp_path, 0.0)
     with pytest.raises(StateError, match="elsewhere"):
         store.write([], b"", ())
     store.close()
     assert (tmp_path / "in-use.json").exists()  # the other's
 
 
-@pytest.mark.parametrize("ours", [True, False])
-def test_a_reused_number_or_a_garbled_lock_holds_no_folder(tmp_path: Path, ours: bool) -> None:
-    occupy(tmp_path, Occupant(socket.gethostname(), os.getpid(), "12", time.time()))
-    if not ours:  # its process was killed while it wrote
-        (tmp_path / "in-use.json").write_bytes(b"{")
+def test_a_record_that_a_killed_process_wrote_in_part_holds_no_folder(tmp_path: Path) -> None:
+    (tmp_path / "in-use.json").write_bytes(b"{")
     PeerStore(tmp_path)
 
 
-@pytest.mark.skipif(not Path("/proc").exists(), reason="the state of a process is read there")
-def test_a_killed_process_that_its_parent_has_not_noticed_holds_no_folder(tmp_path: Path) -> None:
-    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
-        began = module._start_of(process.pid)
-        occupant = module.Occupant(socket.gethostname(), process.pid, began, time.time())
-        assert began and occupant.holds_against(module.Occupant.here())
-        process.kill()
-        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # it stays a zombie
-        assert Path(f"/proc/{process.pid}/stat").exists()
-        assert not occupant.holds_against(module.Occupant.here())
-
-
-CONTAINER = """
+OCCUPIES = """
 import pathlib, sys
 from colab_swarm.errors import StateError
 from colab_swarm.swarm.saved import PeerStore
@@ -230,11 +214,11 @@ else:
     sys.stdin.read()
 """
 ISOLATED = ("unshare", "--user", "--map-root-user", "--pid", "--fork", "--kill-child", "--mount-proc")
+"""With it, a process sees no others, on a machine with the same name and folder."""
 
 
-def in_container(folder: Path) -> subprocess.Popen[str]:
-    """A process that sees no others, on a machine with the same name and folder."""
-    command = [*ISOLATED, sys.executable, "-c", CONTAINER, str(folder)]
+def started(folder: Path, container: Sequence[str] = ()) -> subprocess.Popen[str]:
+    command = [*container, sys.executable, "-c", OCCUPIES, str(folder)]
     return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
 
@@ -250,51 +234,36 @@ def isolates() -> bool:
         return False
 
 
+@pytest.mark.skipif(not Path("/proc/sys/kernel/random/boot_id").exists(), reason="no name for its locks")
+def test_a_living_process_keeps_its_folder_without_heartbeats_and_a_killed_one_does_not(
+    tmp_path: Path,
+) -> None:
+    with started(tmp_path) as process:
+        assert told(process) == "has it\n"
+        record = tmp_path / "in-use.json"
+        last = msgspec.json.decode(record.read_bytes(), type=Occupant)
+        record.write_bytes(msgspec.json.encode(msgspec.structs.replace(last, at=time.time() - 10 * STALE_S)))
+        with pytest.raises(StateError, match=f"process {process.pid}.*shut that kernel down"):
+            PeerStore(tmp_path)
+        record.write_bytes(msgspec.json.encode(last))
+        process.kill()
+        # it stays a zombie, which its parent has not noticed
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        PeerStore(tmp_path).close()
+
+
 @pytest.mark.skipif(not isolates(), reason="this machine makes no namespaces")
 def test_of_two_containers_with_one_name_one_gets_the_folder_and_a_killed_one_frees_it(
     tmp_path: Path,
 ) -> None:
-    with in_container(tmp_path / "peer") as first:
+    with started(tmp_path / "peer", ISOLATED) as first:
         assert told(first) == "has it\n"
-        with in_container(tmp_path / "peer") as second:
+        with started(tmp_path / "peer", ISOLATED) as second:
             assert "refused" in told(second)
             second.kill()
         with pytest.raises(StateError, match="is in use by process"):
             PeerStore(tmp_path / "peer")
         first.kill()
-    with in_container(tmp_path / "peer") as third:
+    with started(tmp_path / "peer", ISOLATED) as third:
         assert told(third) == "has it\n"
         third.kill()
-
-
-@pytest.mark.parametrize(
-    "failure", [Timeout("in-use.lock"), NotImplementedError(), OSError(errno.ENOLCK, "no locks")]
-)
-def test_where_the_drive_has_no_locks_heartbeats_decide_between_containers(
-    failure: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(*_: object, **__: object) -> None:
-        raise failure
-
-    monkeypatch.setattr(FileLock, "acquire", refuse)
-    other = Occupant(
-        socket.gethostname(), 1, "12", time.time() - STALE_S / 2, "another boot, another namespace", "lock"
-    )
-    occupy(tmp_path, other)
-    with pytest.raises(StateError, match="is in use by process 1"):
-        PeerStore(tmp_path)
-    occupy(tmp_path, replace_time(other, time.time() - 2 * STALE_S))
-    PeerStore(tmp_path)
-
-
-def replace_time(occupant: Occupant, at: float) -> Occupant:
-    return msgspec.structs.replace(occupant, at=at)
-
-
-def test_a_new_folder_is_its_owners_alone(tmp_path: Path) -> None:
-    former = os.umask(0)
-    try:
-        stored_in(tmp_path / "peer").close()
-    finally:
-        os.umask(former)
-    assert not (tmp_path / "peer").stat().st_mode & 0o077
