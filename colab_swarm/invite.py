@@ -219,10 +219,5 @@ def _body_of(text: str) -> bytes:
     return body
 
 
-def role_named(name: str) -> Role:
-    require(name in ROLES, f"role={name!r} is unknown: choose one of {', '.join(ROLES)}")
-    return ROLES[name]
-
-
 def _check(body: bytes) -> bytes:
     return hashlib.sha256(b"colab-swarm invite" + body).digest()[:CHECK_BYTES]

@@ -9,6 +9,7 @@ is put off while a step is taken: `uninterrupted`.
 import asyncio
 import errno
 import logging
+import os
 import random
 import re
 import signal
@@ -340,6 +341,13 @@ class DeviceThread(Executor):
                 except BaseException as error:  # even SystemExit: the thread must survive a user's module
                     future.set_exception(error)
             del task, future, function  # do not hold arrays while waiting for the next task
+
+
+def cores() -> int:
+    """Return how many cores this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def free_ram_bytes(meminfo: Path = MEMINFO, cgroup: Path = CGROUP) -> int | None:

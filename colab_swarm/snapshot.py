@@ -89,12 +89,10 @@ class PeerTable(tuple[PeerRow, ...]):
         title, speeds = speeds_of(self)
         rows: list[tuple[str, ...]] = [("peer", "role", "step", title, "loss", "last heard of")]
         for peer in self:
-            name = plain(peer.name, 40)
-            heard = "" if peer.heard_s is None else f"{duration(peer.heard_s)} ago"
-            loss = "" if peer.loss is None else f"{peer.loss:.4f}"
-            if peer.me:
-                name += " (me)"
+            name = plain(peer.name, 40) + (" (me)" if peer.me else "")
             speed = f"{speeds[peer.id]:,.1f}"
+            loss = "" if peer.loss is None else f"{peer.loss:.4f}"
+            heard = "" if peer.heard_s is None else f"{duration(peer.heard_s)} ago"
             rows.append((name, plain(peer.role), f"{peer.step:,}", speed, loss, heard))
         return rows
 
@@ -155,26 +153,23 @@ class SwarmSnapshot:
     reached: str  # how others reach this peer, in words
     state: str  # of this peer, in one word; ``left`` is the last one
     peers: tuple[PeerRow, ...]  # this peer and the others
-    step: int  # global step
-    samples_per_s: (
-        float  # of all peers in the last rounds, by the clock; 0 before two rounds, or without training
-    )
-    target_batch_size: float  # samples needed for a global step
-    accumulated: float  # samples so far
-    loss_history: tuple[tuple[int, float], ...]  # (step, loss), oldest first
-    sent_bytes: int  # at this peer, since it joined
-    received_bytes: int
-    uptime_s: float  # seconds since it joined
-    log: tuple[str, ...]  # the last events as lines, oldest first
+    step: int = 0  # global step
+    # of all peers in the last rounds, by the clock; 0 before two rounds, or without training
+    samples_per_s: float = 0.0
+    target_batch_size: float = 0.0  # samples needed for a global step; 0 if this peer does not train
+    accumulated: float = 0.0  # samples so far
+    loss_history: tuple[tuple[int, float], ...] = ()  # (step, loss), oldest first
+    sent_bytes: int = 0  # at this peer, since it joined
+    received_bytes: int = 0
+    uptime_s: float = 0.0  # seconds since it joined
+    log: tuple[str, ...] = ()  # the last events as lines, oldest first
     own_samples_per_s: float = 0.0  # of this peer, as ``samples_per_s``
     compute_samples_per_s: float = 0.0  # of all peers together, while they compute
     computing: float = 0.0  # part of its time in the last minute outside `step()`; 0 if unknown
     eta_s: float | None = None  # until the next global step at this speed; None if no peer trains
     last_share: float | None = None  # its part of the last global step's samples; None before the first
     rounds: tuple[events.RoundFinished, ...] = ()  # the last averaging rounds, oldest first
-    leaderboard: tuple[
-        ContributionRow, ...
-    ] = ()  # contributions, most samples first; its own are of this moment
+    leaderboard: tuple[ContributionRow, ...] = ()  # most samples first; its own are of this moment
     forecast: str = ""  # bytes and seconds of a round, as they are and as planned; empty without a plan
     silent: str = ""  # the peer that the round waits for, in words; empty if there is none
     session: SessionTime | None = None  # None if its limit is unknown

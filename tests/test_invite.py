@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from colab_swarm.errors import InviteError
-from colab_swarm.invite import LOCAL_ONLY, VERSION, Invite, _check, role_named
+from colab_swarm.invite import LOCAL_ONLY, VERSION, Invite, _check
 from colab_swarm.net.identity import Identity
 from colab_swarm.net.membership import Grant
 from colab_swarm.net.peers import Contact, PeerId, Role
@@ -152,10 +152,6 @@ def test_the_secret_is_in_no_repr() -> None:
     assert repr(INVITE) == "Invite(my-run-0badcafe, invite, worker, 2 entries)"
 
 
-def test_roles_have_names() -> None:
-    assert [role_named(name) for name in ("worker", "reducer", "viewer")] == [3, 2, 1]
-    with pytest.raises(ValueError, match="choose one of worker, reducer, viewer"):
-        role_named("authority")
 
 
 @given(st.integers(0, 2000), st.sampled_from("aAzZ09-_"))

@@ -1,7 +1,6 @@
 """`doctor`: examine this machine and the swarm with traffic lights."""
 
 import contextlib
-import enum
 import os
 import re
 import textwrap
@@ -10,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from colab_swarm.errors import PeerError, SwarmError, require
 from colab_swarm.markup import bandwidth, count, plain, text
@@ -22,13 +21,13 @@ from colab_swarm.net.speed import Speed, measure
 from colab_swarm.notebook import theme
 from colab_swarm.notebook.explanation import install_line
 from colab_swarm.notebook.platforms import Platform, platform
-from colab_swarm.runtime import free_ram_bytes
+from colab_swarm.runtime import cores, free_ram_bytes
 from colab_swarm.swarm.calibration import Subject, advice, calibrate, calibrate_step, fitting_batch
 from colab_swarm.swarm.joining import join
 from colab_swarm.swarm.network import NetworkOptions, internet
 from colab_swarm.swarm.overview import MODEL
 from colab_swarm.swarm.swarm import Swarm
-from colab_swarm.training.records import ProgressRecord, read_participants
+from colab_swarm.training.records import read_participants
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -46,17 +45,17 @@ _INDENT = " " * 18
 MAX_CHARS = 10_000
 
 
-class Light(enum.Enum):
-    """A result's hue, symbol and word."""
+class Light(NamedTuple):
+    """A result."""
 
-    GREEN = ("green", "✔", "good")
-    YELLOW = ("amber", "▲", "warning")
-    RED = ("red", "✖", "problem")
+    hue: str
+    symbol: str
+    word: str
 
 
-GREEN = Light.GREEN
-YELLOW = Light.YELLOW
-RED = Light.RED
+GREEN = Light("green", "✔", "good")
+YELLOW = Light("amber", "▲", "warning")
+RED = Light("red", "✖", "problem")
 _REACH_FIXES = {
     ReachabilityLevel.UNVERIFIED: "run the doctor again when another peer has joined: it tries to dial this one",
     ReachabilityLevel.RELAYED: "nothing to do; a port forwarded at the router and announce=… make it faster",
@@ -113,20 +112,18 @@ class Diagnosis:
             verdict = "fix the problems before you train"
         elif numbers[YELLOW]:
             verdict = "ready to train, with warnings"
-        lights = []
-        for light in Light:
-            _, symbol, word = light.value
-            if numbers[light]:
-                lights.append(f"{numbers[light]} {symbol} {word}")
+        lights = [
+            f"{numbers[light]} {light.symbol} {light.word}"
+            for light in (GREEN, YELLOW, RED)
+            if numbers[light]
+        ]
         return f"{verdict}: {', '.join(lights)}"
 
     def _document(self) -> theme.Document:
         summary = self._summary()
         document = theme.Document("doctor", summary, label="report of the doctor", line=summary)
         rows = [_cells(check) for check in self.checks]
-        lines: list[str] = []
-        for check in self.checks:
-            lines += _text_lines(check)
+        lines = [line for check in self.checks for line in _text_lines(check)]
         document.draw(theme.table(("check", "", "facts, and what to do"), rows, label="checks"), *lines)
         return document
 
@@ -136,11 +133,11 @@ def _cells(check: Check) -> tuple[str, str, str]:
     facts = text(check.text, MAX_CHARS)
     if check.fix:
         facts += f"<br>→ <b>{text(check.fix, MAX_CHARS)}</b>"
-    return name, theme.mark(*check.light.value), facts
+    return name, theme.mark(*check.light), facts
 
 
 def _text_lines(check: Check) -> list[str]:
-    first = f" {check.light.value[1]} {plain(check.name):<15}{plain(check.text, MAX_CHARS)}"
+    first = f" {check.light.symbol} {plain(check.name):<15}{plain(check.text, MAX_CHARS)}"
     lines = textwrap.wrap(first, WIDTH, subsequent_indent=_INDENT)
     if check.fix:
         fix = f"{_INDENT}→ {plain(check.fix, MAX_CHARS)}"
@@ -168,25 +165,15 @@ def doctor(
     """
     has_data = model is None or isinstance(model, str) or batches is not None
     require(has_data, "a model is measured with its own data: pass batches=… as well")
-    if not isinstance(swarm, str):
-        return _examine(swarm, model, batches, step)
-    try:
-        visit = join(swarm, peer_name="doctor", options=NetworkOptions(lan=False))
-    except SwarmError as error:
-        diagnosis = _examine(None, model, batches)
-        fix = "fix that, join, and run cs.doctor(cs.join(…))"
-        failed = judge("swarm", str(error), fix, RED)
-        return replace(diagnosis, checks=(*diagnosis.checks, failed))
-    with visit:
-        return _examine(visit, model, batches, step)
-
-
-def _examine(
-    swarm: Swarm | None,
-    model: "Module | str | None",
-    batches: "Iterable[Mapping[str, Tensor]] | None",
-    step: Callable[[], object] | None = None,
-) -> Diagnosis:
+    if isinstance(swarm, str):
+        try:
+            visit = join(swarm, peer_name="doctor", options=NetworkOptions(lan=False))
+        except SwarmError as error:
+            fix = "fix that, join, and run cs.doctor(cs.join(…))"
+            failed = judge("swarm", str(error), fix, RED)
+            return Diagnosis((*doctor(model=model, batches=batches).checks, failed))
+        with visit:
+            return doctor(visit, model=model, batches=batches, step=step)
     gpus = gpu_checks()
     # a GPU that torch was not built for cannot try the model
     if any(check.light is RED for check in gpus):
@@ -196,33 +183,26 @@ def _examine(
     checks = [
         check_platform(here),
         check_internet(here, internet()),
-        check_versions(PACKAGES, versions()),
+        check_versions(versions()),
         check_compute(cores(), free_ram_bytes(), gpu(), subject),
         *gpus,
     ]
-    if swarm is None:
-        checks.append(check_addresses(here, own_ips()))
-    else:
-        checks += _swarm_checks(swarm)
+    checks += [check_addresses(here, own_ips())] if swarm is None else _swarm_checks(swarm)
     if step is not None:
         checks += _step_checks(swarm, step)
     return Diagnosis(tuple(checks))
 
 
 def _swarm_checks(swarm: Swarm) -> list[Check]:
-    speeds = trainers(swarm)
+    speeds = _trainers(swarm)
+    training = sum(speed > 0 for speed in speeds.values())
     peers = sorted(swarm.services.peers.linked(), key=lambda peer: -speeds.get(peer, 0.0))
-    uplink = swarm.runtime.call(_test_uplink(swarm.services.peers, peers[:3]))
-    checks = [
-        check_swarm(swarm.run, len(peers), len(speeds)),
-        check_reachability(swarm.reachability),
-    ]
+    checks = [check_swarm(swarm.run, len(peers), training), check_reachability(swarm.reachability)]
     if not peers:
         return checks
-    behind_s = 0.0
     # a simulated peer has no network, and its wall clock is simulated too
-    if swarm.network is not None:
-        behind_s = swarm.network.node.clock.behind_s
+    behind_s = 0.0 if swarm.network is None else swarm.network.node.clock.behind_s
+    uplink = swarm.runtime.call(_test_uplink(swarm.services.peers, peers[:3]))
     return [*checks, check_clock(-behind_s), check_bandwidth(uplink)]
 
 
@@ -265,40 +245,25 @@ async def _test_uplink(peers: Node, testers: Sequence[PeerId]) -> Speed | None:
     return None
 
 
-def trainers(swarm: Swarm) -> dict[PeerId, float]:
-    """Return the other trainers' speeds in samples/s; without an answer those of the trainers known so far."""
-    newest = next(reversed(swarm.optimizers.values()), None)
-    records: Mapping[PeerId, ProgressRecord] = {}
-    with contextlib.suppress(PeerError):
-        if newest is None:
-            records, *_ = swarm.runtime.call(read_participants(swarm.services.dht, f"{swarm.run_id}/{MODEL}"))
-        else:
-            swarm.runtime.call(newest.rounds.refresh())
-    if newest is not None:
-        records = newest.rounds.view.all
-    speeds = {}
-    for peer, record in records.items():
-        if peer != swarm.id and record.samples_per_s:
-            speeds[peer] = record.samples_per_s
-    return speeds
-
-
-def cores() -> int:
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+def _trainers(swarm: Swarm) -> dict[PeerId, float]:
+    """Return the other trainers' speeds in samples/s; nobody's if their records cannot be read."""
+    prefix = f"{swarm.run_id}/{MODEL}"
+    for optimizer in swarm.optimizers.values():
+        prefix = optimizer.settings.prefix
+    try:
+        records, *_ = swarm.runtime.call(read_participants(swarm.services.dht, prefix))
+    except PeerError:
+        return {}
+    return {peer: record.samples_per_s for peer, record in records.items() if peer != swarm.id}
 
 
 def gpu() -> tuple[str, int, int] | None:
     """Return the GPU's name, free and total bytes; None without one."""
     if find_spec("torch") is None:
         return None
-    import torch
+    from torch import cuda
 
-    if not torch.cuda.is_available():
-        return None
-    free_bytes, total_bytes = torch.cuda.mem_get_info()
-    return torch.cuda.get_device_name(), free_bytes, total_bytes
+    return (cuda.get_device_name(), *cuda.mem_get_info()) if cuda.is_available() else None
 
 
 def gpu_checks() -> list[Check]:
@@ -318,7 +283,8 @@ def gpu_checks() -> list[Check]:
 
 
 def versions() -> dict[str, str]:
-    installed: dict[str, str] = {}
+    """Return the versions of `PACKAGES`; empty for one that is not installed."""
+    installed = dict.fromkeys(PACKAGES, "")
     for name in PACKAGES:
         with contextlib.suppress(PackageNotFoundError):
             installed[name] = version(name)
@@ -351,14 +317,12 @@ def check_internet(here: Platform, up: bool) -> Check:
     return judge("internet", "no well-known host answers", fix)
 
 
-def check_versions(wanted: Sequence[str], installed: Mapping[str, str]) -> Check:
-    words = ", ".join([f"{name} {version}" for name, version in installed.items()])
-    missing = [name for name in wanted if name not in installed]
+def check_versions(installed: Mapping[str, str]) -> Check:
+    words = ", ".join(f"{name} {version}" for name, version in installed.items() if version)
+    missing = [name for name, version in installed.items() if not version]
     if not missing:
         return judge("versions", words)
-    verb = "are"
-    if len(missing) == 1:
-        verb = "is"
+    verb = "is" if len(missing) == 1 else "are"
     words = f"{' and '.join(missing)} {verb} missing, so this peer can relay but not train; {words}"
     light = RED if "torch" in missing else YELLOW
     return judge("versions", words, install_line(missing[0]), light)

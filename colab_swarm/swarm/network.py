@@ -153,11 +153,8 @@ class NetworkSession:
             use_relays=options.use_relays,
             tunnel=options.tunnel if isinstance(options.tunnel, TunnelSettings) else None,
         )
-        self.relay: Relay | None = None
-        if isinstance(options.relay, RelayQuota):
-            self.relay = Relay(node, options.relay)
-        elif options.relay:
-            self.relay = Relay(node, RelayQuota())
+        quota = RelayQuota() if options.relay is True else options.relay
+        self.relay = Relay(node, quota) if quota else None
         self._announcer: LanAnnouncer | None = None
 
     def _on_round(self, result: RoundResult) -> None:
@@ -209,7 +206,10 @@ class NetworkSession:
         try:
             await enter(node, entries)
         except JoinError as error:
-            await _blame_the_network(entries, error)
+            if not only_local(entries) and not await asyncio.to_thread(internet):
+                advice = platform().internet_help or "check the network and its proxy"
+                text = f"this machine has no internet connection: {advice}. {error}"
+                raise JoinError(text) from error
             if self.access.invitation is not None:
                 raise
             node.addresses = tuple(self.options.announce) or node.listening()
@@ -337,9 +337,8 @@ class NetworkSession:
         contacts = []
         records = await self.announced("relays")
         for peer, record in list(records.items())[:MAX_RELAYS]:
-            if not isinstance(record.value, list):
-                continue
-            addresses = tuple(address for address in record.value if isinstance(address, str))
+            listed = record.value if isinstance(record.value, list) else []
+            addresses = tuple(address for address in listed if isinstance(address, str))
             if addresses:
                 contacts.append(Contact(peer, addresses))
         return contacts
@@ -348,12 +347,8 @@ class NetworkSession:
         """Return the links of the run's coordinators of work units, the newest first."""
         records = await self.announced("coordinators")
         newest_first = sorted(records.values(), key=lambda record: -record.expires_at)
-        urls = []
-        for record in newest_first:
-            url = record.value
-            if isinstance(url, str) and url.startswith(("http://", "https://")):
-                urls.append(url)
-        return urls
+        urls = [record.value for record in newest_first]
+        return [url for url in urls if isinstance(url, str) and url.startswith(("http://", "https://"))]
 
     @property
     def gate(self) -> PauseGate:
@@ -455,10 +450,3 @@ async def close(services: PeerServices, network: NetworkSession | None) -> None:
             await network.leave()
     finally:
         await services.peers.close()
-
-
-async def _blame_the_network(entries: Sequence[Contact], error: JoinError) -> None:
-    """Raise `JoinError` if none of ``entries`` answered because this machine has no internet connection."""
-    if not only_local(entries) and not await asyncio.to_thread(internet):
-        advice = platform().internet_help or "check the network and its proxy"
-        raise JoinError(f"this machine has no internet connection: {advice}. {error}") from error

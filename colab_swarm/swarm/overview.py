@@ -130,9 +130,8 @@ class Overview:
                 pass
             case RoundFinished():
                 self._on_round(event)
-            case PeerLeft():
-                if not self._is_reported(event):
-                    self._log(event)
+            case PeerLeft() if self._is_reported(event):
+                pass
             case Waited():
                 self.silent = event
                 self._log(event)
@@ -141,11 +140,8 @@ class Overview:
 
     def _is_reported(self, event: PeerLeft) -> bool:
         """Return True if another service has just reported the same loss."""
-        for earlier in self._events:
-            same_peer = isinstance(earlier, PeerLeft) and earlier.peer == event.peer
-            if same_peer and event.at - earlier.at < _SAME_LOSS_S:
-                return True
-        return False
+        lost = [earlier for earlier in self._events if isinstance(earlier, PeerLeft)]
+        return any(earlier.peer == event.peer and event.at - earlier.at < _SAME_LOSS_S for earlier in lost)
 
     def _on_round(self, event: RoundFinished) -> None:
         self.silent = None
@@ -188,9 +184,7 @@ class Overview:
         names = self.names()
         trainers, assistants = self._records(read_at)
         trained = self._trained()
-        speeds = {}
-        if trained is not None:
-            speeds = trained.rounds.view.pace.by_peer(now)
+        speeds = {} if trained is None else trained.rounds.view.pace.by_peer(now)
         total = self._services.peers.statistics()
         sent_bytes = total.sent_bytes
         received_bytes = total.received_bytes
@@ -204,10 +198,6 @@ class Overview:
             reached=reached,
             state="joined",
             peers=peer_rows(self._services.peers, self._name, trainers, assistants, now, speeds),
-            step=0,
-            samples_per_s=0.0,
-            target_batch_size=0.0,
-            accumulated=0.0,
             loss_history=self._losses,
             sent_bytes=sent_bytes,
             received_bytes=received_bytes,
@@ -222,28 +212,22 @@ class Overview:
             paused=self._services.gate.closed,
         )
         if trained is not None:
-            snapshot = self._with_training(snapshot, trained, now)
-        if left:
-            return replace(snapshot, state="left")
-        return snapshot
-
-    def _with_training(self, snapshot: SwarmSnapshot, trained: "SwarmOptimizer", now: float) -> SwarmSnapshot:
-        """Return the snapshot with the progress of the model that this peer trains."""
-        view = trained.rounds.view
-        eta_s = view.seconds_to_batch(now)
-        return replace(
-            snapshot,
-            state="finished" if trained.global_step >= trained.hooks.max_steps else "training",
-            step=view.own.step,
-            samples_per_s=view.pace.samples_per_s(now),
-            compute_samples_per_s=view.samples_per_s(),
-            target_batch_size=view.round_samples,
-            forecast=self._forecast(),
-            accumulated=view.samples(now),
-            own_samples_per_s=view.pace.by_peer(now).get(view.me, 0.0),
-            computing=trained.times.share(now),
-            eta_s=None if eta_s == float("inf") else eta_s,
-        )
+            view = trained.rounds.view
+            eta_s = view.seconds_to_batch(now)
+            snapshot = replace(
+                snapshot,
+                state="finished" if trained.global_step >= trained.hooks.max_steps else "training",
+                step=view.own.step,
+                samples_per_s=view.pace.samples_per_s(now),
+                compute_samples_per_s=view.samples_per_s(),
+                target_batch_size=view.round_samples,
+                forecast=self._forecast(),
+                accumulated=view.samples(now),
+                own_samples_per_s=speeds.get(view.me, 0.0),
+                computing=trained.times.share(now),
+                eta_s=None if eta_s == float("inf") else eta_s,
+            )
+        return replace(snapshot, state="left") if left else snapshot
 
     def _forecast(self) -> str:
         """Return the planned round and the usual one of the last, in words; empty without a plan."""
@@ -261,13 +245,10 @@ class Overview:
     def names(self) -> Mapping[str, str]:
         """Return the names of all peers seen so far, by short id."""
         trainers, assistants = self._records(_NEVER)
-        names: dict[str, str] = {}
-        if len(self._names) < _MAX_NAMES:
-            names |= self._names
-        for peer, helper in assistants.items():
-            names[short(peer)] = plain(helper.name, MAX_NAME_CHARS)
-        for peer, trainer in trainers.items():
-            names[short(peer)] = plain(trainer.name, MAX_NAME_CHARS)
+        names = dict(self._names) if len(self._names) < _MAX_NAMES else {}
+        records: dict[PeerId, ProgressRecord | AssistantRecord] = {**assistants, **trainers}
+        for peer, record in records.items():
+            names[short(peer)] = plain(record.name, MAX_NAME_CHARS)
         self._names = names
         return names
 

@@ -32,7 +32,7 @@ from colab_swarm.notebook.panel import Panel
 from colab_swarm.notebook.platforms import has_frontend
 from colab_swarm.runtime import POLL_S, on_loop
 from colab_swarm.sim.network import SimNetwork
-from colab_swarm.sim.profiles import PROFILES, ChurnProfile, NetworkProfile
+from colab_swarm.sim.profiles import PROFILES, NetworkProfile
 from colab_swarm.sim.runtime import SimRuntime
 from colab_swarm.snapshot import PeerRow, describe
 from colab_swarm.swarm.network import assemble, find_others
@@ -91,8 +91,9 @@ class Simulation(AbstractContextManager["Simulation"]):
         The ``name`` of a crashed peer starts a new process of that peer. ``samples_per_s`` is its
         training speed, that of the others if None. ``listen=False``: it cannot be dialled.
         """
+        is_online = name in self.swarms or name in self._arriving
         text = f"{name} is already online: use another name, or crash it first"
-        require(at > self.time or (name not in self.swarms and name not in self._arriving), text)
+        require(at > self.time or not is_online, text)
         if samples_per_s is not None:
             self._speeds[name] = samples_per_s
         if at <= self.time:
@@ -165,20 +166,15 @@ class Simulation(AbstractContextManager["Simulation"]):
         if isinstance(event, RoundFinished | StateReceived | BatchDropped | Fault):
             self.tell(f"{name}: {describe(event).partition(';')[0]}")
 
-    def run(
-        self, train: Callable[[Swarm], T], *, seconds: float | None = None, churn: ChurnProfile | None = None
-    ) -> dict[str, T]:
+    def run(self, train: Callable[[Swarm], T], *, seconds: float | None = None) -> dict[str, T]:
         """Run ``train(swarm)`` for every peer on virtual time; return the values by peer's name.
 
         ``train`` is ordinary blocking code, as in a notebook cell. It stops after ``seconds`` of
-        virtual time, or when all have finished. ``churn`` needs ``seconds``: peers come and go.
+        virtual time, or when all have finished.
         """
-        require(churn is None or seconds is not None, "churn has no end: pass seconds= as well")
         self._stop_lesson()
         self.begin(train)
         try:
-            if churn is not None and seconds is not None:
-                self._later.add(self._runtime.loop.create_task(self._churn(churn, seconds)))
             self.advance(seconds)
         finally:
             self.end()
@@ -256,16 +252,6 @@ class Simulation(AbstractContextManager["Simulation"]):
         self._runtime.call(self._stop_all())
         self._train = None
 
-    async def _churn(self, churn: ChurnProfile, seconds: float) -> None:
-        begin = self.time
-        rng = random.Random(f"churn {self._seed}")
-        for event in churn.events(list(self.swarms), until_s=seconds, rng=rng):
-            await asyncio.sleep(begin + event.at - self.time)
-            if event.online:
-                await self._join(event.peer)
-            else:
-                self.network.now().crash(event.peer)
-
     async def _stop_all(self) -> None:
         await end_tasks(*self._tasks.values(), *self._later)
         self._tasks.clear()
@@ -294,11 +280,11 @@ class Simulation(AbstractContextManager["Simulation"]):
     def snapshot(self) -> SimulationSnapshot:
         """Return what panels show; while time passes, use `InteractiveRun.snapshot` instead."""
         peers = tuple(map(self._peer, self._names))
-        faults = sorted(self.network.coming, key=lambda fault: fault.at)
-        coming = []
-        for fault in faults:
-            coming.append(f"{fault.at:.0f} s: {lessons.describe_fault(fault.name, fault.arguments)}")
-        return SimulationSnapshot(self.time, str(self.network), peers, tuple(self._story), tuple(coming))
+        coming = tuple(
+            f"{fault.at:.0f} s: {lessons.describe_fault(fault.name, fault.arguments)}"
+            for fault in sorted(self.network.coming, key=lambda fault: fault.at)
+        )
+        return SimulationSnapshot(self.time, str(self.network), peers, tuple(self._story), coming)
 
     def _peer(self, name: str) -> PeerRow:
         speed = self.speed_of(name)
@@ -308,9 +294,7 @@ class Simulation(AbstractContextManager["Simulation"]):
             return self._crashed.get(name, waiting)
         snapshot = self.swarms[name].snapshot()
         row = next(peer for peer in snapshot.peers if peer.me)
-        loss = None
-        if snapshot.loss_history:
-            loss = snapshot.loss_history[-1][1]
+        loss = snapshot.loss_history[-1][1] if snapshot.loss_history else None
         state = snapshot.state
         if name in self.results:
             state = "finished"
@@ -322,9 +306,8 @@ class Simulation(AbstractContextManager["Simulation"]):
         return f"Simulation({len(self.swarms)} peers on {self.network.profile.name}, {self.time:.1f} s)"
 
     def _repr_html_(self) -> str:
-        if self._lesson is None:
-            return lessons.draw(self.snapshot()).html()
-        return lessons.draw(self._lesson.snapshot()).html()
+        shown = self if self._lesson is None else self._lesson
+        return lessons.draw(shown.snapshot()).html()
 
 
 class InteractiveRun:
@@ -364,12 +347,11 @@ class InteractiveRun:
         InteractiveRun.running = self
         threading.Thread(target=self._run, name="colab-swarm-lesson", daemon=True).start()
 
-    def end(self, state: str, error: Exception | None = None) -> None:
+    def end(self, state: str) -> None:
         try:
             self._look()
         finally:
             self._end = state
-            self._error = error
             self._over.set()
 
     def inject(self, verb: lessons.Verb, *arguments: str | float) -> None:
@@ -410,14 +392,8 @@ class InteractiveRun:
         return dict(self._simulation.results)
 
     def snapshot(self) -> SimulationSnapshot:
-        state = "playing"
-        if self._end:
-            state = self._end
-        elif self._paused:
-            state = "paused"
-        error = ""
-        if self._error is not None:
-            error = f"{type(self._error).__name__}: {self._error}"
+        state = self._end or ("paused" if self._paused else "playing")
+        error = "" if self._error is None else f"{type(self._error).__name__}: {self._error}"
         return replace(self._seen, state=state, speed=self.speed, error=error)
 
     def __repr__(self) -> str:
@@ -430,17 +406,16 @@ class InteractiveRun:
 
     def _run(self) -> None:
         state = "failed"
-        error = None
         try:
             state = self._pass_time()
-        except Exception as raised:
+        except Exception as error:
             # a door: the user's own code failed; the panel shows it, and `wait` raises it
-            error = raised
+            self._error = error
         finally:
             try:
                 self._simulation.end()
             finally:
-                self.end(state, error)
+                self.end(state)
 
     def _pass_time(self) -> str:
         """Pass slices of time until the end, a stop or a pause without an end; return the final state."""
@@ -481,31 +456,28 @@ class InteractiveRun:
         self._seen = self._simulation.snapshot()
 
     def _act(self, verb: lessons.Verb, arguments: tuple[Any, ...]) -> None:
+        simulation = self._simulation
         # a share of lost messages is from 0 to below 1, all other numbers are above 0
         low, high = (-1e-9, 1.0) if verb == "lose" else (0.0, math.inf)
         try:
             for argument in arguments:
                 in_range = isinstance(argument, str) or low < argument < high
                 require(in_range, "a number is out of range")
-            self._do(verb, arguments)
+            match verb, *arguments:
+                case ("join",):
+                    simulation.join(simulation.new_name(), at=simulation.time)
+                case "join", str(name):
+                    simulation.join(name, at=simulation.time)
+                case "speed", str(name), float() | int() as samples_per_s if name in simulation._names:
+                    simulation._speeds[name] = samples_per_s
+                case ("crash", name) | ("slow", name, float() | int()) if name in simulation.swarms:
+                    simulation.fire(verb, *arguments)
+                case (("latency" | "bandwidth" | "lose"), float() | int()):
+                    simulation.fire(verb, *arguments)
+                case _:
+                    raise ValueError("there is no such action, or no such peer is online")
         except (ValueError, TypeError) as error:
-            self._simulation.tell(f"{verb} {' '.join(map(str, arguments))}: not possible, {error}")
-
-    def _do(self, verb: lessons.Verb, arguments: tuple[Any, ...]) -> None:
-        simulation = self._simulation
-        match verb, *arguments:
-            case ("join",):
-                simulation.join(simulation.new_name(), at=simulation.time)
-            case "join", str(name):
-                simulation.join(name, at=simulation.time)
-            case "speed", str(name), float() | int() as samples_per_s if name in simulation._names:
-                simulation._speeds[name] = samples_per_s
-            case ("crash", name) | ("slow", name, float() | int()) if name in simulation.swarms:
-                simulation.fire(verb, *arguments)
-            case (("latency" | "bandwidth" | "lose"), float() | int()):
-                simulation.fire(verb, *arguments)
-            case _:
-                raise ValueError("there is no such action, or no such peer is online")
+            simulation.tell(f"{verb} {' '.join(map(str, arguments))}: not possible, {error}")
 
 
 def simulate(
@@ -522,11 +494,10 @@ def simulate(
     ``mailbox``: rounds go through a bucket in memory, as with ``create(…, mailbox=…)``.
     """
     require(peers >= 1, f"peers={peers}: a swarm needs at least one")
-    profile = PROFILES.get(network) if isinstance(network, str) else network
-    if profile is None:
-        names = ", ".join(PROFILES)
-        raise ValueError(f"network={network!r} is unknown: choose one of {names}")
-    simulation = Simulation(profile, seed=seed, samples_per_s=samples_per_s, mailbox=mailbox)
+    if isinstance(network, str):
+        require(network in PROFILES, f"network={network!r} is unknown: choose one of {', '.join(PROFILES)}")
+        network = PROFILES[network]
+    simulation = Simulation(network, seed=seed, samples_per_s=samples_per_s, mailbox=mailbox)
     for index in range(peers):
         simulation.join(_nth_name(index))
     return simulation

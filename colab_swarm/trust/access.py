@@ -20,7 +20,7 @@ from pathlib import Path
 from colab_swarm.dht.service import DHT
 from colab_swarm.errors import CallRefused, JoinError, NotAdmitted, PeerError, ProtocolError, require
 from colab_swarm.events import EventLog, Notice
-from colab_swarm.invite import NAME, Access, Invite, Setting, SignedMailbox, creator_suffix, role_named
+from colab_swarm.invite import NAME, ROLES, Access, Invite, Setting, SignedMailbox, creator_suffix
 from colab_swarm.net.identity import Identity, id_of
 from colab_swarm.net.membership import SLACK_S, Membership, MembershipAdmission, in_words
 from colab_swarm.net.node import Node
@@ -459,7 +459,9 @@ class RunAccess:
         if authority is None:
             made = Invite(self.run_id, entries, peers.time() + 3600 * life_h)
         else:
-            grant, secret = authority.grant(role_named(role or "worker"), hours=life_h, uses=uses or 0)
+            role = role or "worker"
+            require(role in ROLES, f"role={role!r} is unknown: choose one of {', '.join(ROLES)}")
+            grant, secret = authority.grant(ROLES[role], hours=life_h, uses=uses or 0)
             require(
                 grant.offline or (peers.contact.addresses and peers.contact.direct),
                 "such an invitation requires that others can dial this peer, and they cannot: "

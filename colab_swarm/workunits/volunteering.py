@@ -31,7 +31,7 @@ from colab_swarm.net.patience import backoff
 from colab_swarm.notebook.panel import Panel
 from colab_swarm.notebook.platforms import Consent, require_terms
 from colab_swarm.notebook.units_view import VOLUNTEER_VIEWS, draw_volunteer, volunteer_line
-from colab_swarm.runtime import DeviceThread, PauseGate, Runtime
+from colab_swarm.runtime import DeviceThread, PauseGate, Runtime, cores
 from colab_swarm.workunits.client import (
     CoordinatorClient,
     SubsetCache,
@@ -455,9 +455,6 @@ def open_volunteer(
 
 def resources_of(device: torch.device | None) -> Resources:
     """Return what this machine has for one job; 0 where the system does not say."""
-    cores = os.cpu_count() or 0
-    if hasattr(os, "sched_getaffinity"):
-        cores = len(os.sched_getaffinity(0))
     memory_bytes = 0
     # not on Windows
     with suppress(AttributeError, ValueError, OSError):
@@ -466,7 +463,7 @@ def resources_of(device: torch.device | None) -> Resources:
     gpu_bytes = 0
     if device is not None and device.type == "cuda":
         gpu_bytes = torch.cuda.get_device_properties(device).total_memory
-    return Resources(cores, memory_bytes / 1e9, gpu_bytes / 1e9)
+    return Resources(cores(), memory_bytes / 1e9, gpu_bytes / 1e9)
 
 
 def _device(name: str | torch.device | None) -> torch.device:

@@ -215,8 +215,12 @@ def run_soak(report: Report) -> None:
             peer_seconds += online * (event.at - since)
             online = online + 2 * event.online - 1
             since = event.at
+            if event.online:
+                simulation.join(event.peer, at=event.at)
+            else:
+                simulation.network.at(event.at).crash(event.peer)
         ideal_steps = (peer_seconds + online * (end_s - since)) * SAMPLES_PER_S / batch
-        simulation.run(partial(_train, target_batch_size=batch), seconds=end_s, churn=churn)
+        simulation.run(partial(_train, target_batch_size=batch), seconds=end_s)
         steps = [swarm.snapshot().step for swarm in simulation.swarms.values()]
         events = [event for swarm in simulation.swarms.values() for event in swarm.events.recent()]
     report.add("step_share", max(steps) / ideal_steps, "", f"of the ideal; {peers} peers, {hours:g} hours")

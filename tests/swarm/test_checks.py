@@ -32,7 +32,7 @@ def test_a_healthy_peer_gets_only_green_lights() -> None:
     found = [
         checks.check_platform(PLAIN),
         checks.check_internet(PLAIN, True),
-        checks.check_versions(["torch"], {"torch": "2.9.0+cu126"}),
+        checks.check_versions({"torch": "2.9.0+cu126"}),
         checks.check_compute(8, 9 * GB, T4, LARGE),
         checks.check_swarm("demo", linked=2, training=2),
         checks.check_reachability(DIRECT),
@@ -48,8 +48,8 @@ def test_a_healthy_peer_gets_only_green_lights() -> None:
         (checks.check_platform(COLAB), YELLOW, "accept_terms=True"),
         (checks.check_internet(PLAIN, False), YELLOW, "cs.join()"),
         (checks.check_internet(KAGGLE, False), RED, "switch Internet on"),
-        (checks.check_versions(["torch"], {}), RED, install("train")),
-        (checks.check_versions(["transformers"], {}), YELLOW, install("train")),
+        (checks.check_versions({"torch": ""}), RED, install("train")),
+        (checks.check_versions({"transformers": ""}), YELLOW, install("train")),
         (checks.check_compute(8, 9 * GB, None, LARGE), YELLOW, "Colab and Kaggle"),
         (checks.check_compute(8, 9 * GB, ("Tesla T4", GB, 15 * GB), LARGE), RED, "smaller model"),
         (checks.check_swarm("demo", 0, 0), YELLOW, "swarm.invite()"),
@@ -230,9 +230,9 @@ def test_bytes_copied_by_a_round_are_told() -> None:
     assert words.endswith("and copies 450 MB to and from devices")
 
 
-GOOD = Check("disk", Light.GREEN, "50.0 GB free here")
-LOOK = Check("bandwidth", Light.YELLOW, "1 Mbit/s up: slow", "use a cable")
-STOP = Check("versions", Light.RED, "torch 2.8 is older than 2.9", 'pip install -U "torch>=2.9"')
+GOOD = Check("disk", GREEN, "50.0 GB free here")
+LOOK = Check("bandwidth", YELLOW, "1 Mbit/s up: slow", "use a cable")
+STOP = Check("versions", RED, "torch 2.8 is older than 2.9", 'pip install -U "torch>=2.9"')
 
 
 def html(*found: Check) -> str:
@@ -275,7 +275,7 @@ def test_the_html_has_symbols_and_words_and_loads_nothing() -> None:
 
 
 def test_a_long_text_is_wrapped_under_its_beginning() -> None:
-    lines = str(Diagnosis((Check("compute", Light.GREEN, "word " * 60),))).splitlines()
+    lines = str(Diagnosis((Check("compute", GREEN, "word " * 60),))).splitlines()
     assert len(lines) > 3 and all(len(line) <= WIDTH for line in lines)
     assert lines[2].startswith(" " * 18 + "word")
 
@@ -283,7 +283,7 @@ def test_a_long_text_is_wrapped_under_its_beginning() -> None:
 @settings(max_examples=60)
 @given(st.text(max_size=80) | st.sampled_from(["<script>alert(1)</script>", '"><img src=x>', "a\x1b[2Jb\n"]))
 def test_texts_are_escaped(words: str) -> None:
-    hostile = Check(words, Light.RED, words, words or "x")
+    hostile = Check(words, RED, words, words or "x")
     assert tags(html(hostile)) <= tags(html(STOP)) and "\x1b" not in str(Diagnosis((hostile,)))
 
 

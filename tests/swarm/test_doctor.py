@@ -22,7 +22,7 @@ from colab_swarm.runtime import free_ram_bytes
 from colab_swarm.swarm import calibration, network
 from colab_swarm.swarm import doctor as module
 from colab_swarm.swarm.calibration import calibrate, calibrate_step
-from colab_swarm.swarm.doctor import Diagnosis, Light, doctor
+from colab_swarm.swarm.doctor import RED, Diagnosis, doctor
 from colab_swarm.training.optimizer import SwarmOptimizer
 from tests.training import toy
 
@@ -94,7 +94,7 @@ def test_an_invitation_is_joined_for_the_examination_and_left(swarm: cs.Swarm) -
 def test_an_invitation_that_cannot_be_used_is_a_red_light_with_the_reason() -> None:
     found = doctor("swarm://mistyped#AAAA")
     assert not found.ready
-    (red,) = [check for check in found.checks if check.light is Light.RED]
+    (red,) = [check for check in found.checks if check.light is RED]
     assert (red.name, red.fix) == ("swarm", "fix that, join, and run cs.doctor(cs.join(…))")
     assert "mistyped" in red.text
 

@@ -20,7 +20,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def book(name: str = "alice", *, state: str = "left") -> Logbook:
-    seen = SwarmSnapshot("digits", name, "", state, (ROW,), 7, 2.0, 8.0, 0.0, (), 0, 0, 1.0, ())
+    seen = SwarmSnapshot("digits", name, "", state, (ROW,))
     return Logbook("digits-01234567", name, lambda: seen)
 
 
