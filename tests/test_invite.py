@@ -46,6 +46,8 @@ def test_an_invitation_survives_the_trip_and_names_the_run(invite: Invite) -> No
     assert str(invite).startswith("swarm://my-run.")
     assert Invite.parse(str(invite), now=999.0) == invite
     assert len(str(invite)) < 700
+    # without the secret
+    assert re.fullmatch(r"Invite\(my-run-0badcafe, \w+, worker, [12] entries\)", repr(invite))
 
 
 def test_line_breaks_quotes_and_spaces_do_not_matter() -> None:
@@ -65,21 +67,16 @@ def test_line_breaks_quotes_and_spaces_do_not_matter() -> None:
     assert "//gpt-2.5_b.x." in str(dotted) and Invite.parse(str(dotted), now=0.0) == dotted
 
 
-@ANY
-def test_an_expired_invitation_says_since_when(invite: Invite) -> None:
-    with pytest.raises(InviteError, match="expired 2 hours ago, by the clock of this machine: ask for a new"):
-        Invite.parse(str(invite), now=END + 7200)
-
-
 @pytest.mark.parametrize(
     ("late_s", "words"), [(3600.0, "60 minutes"), (7 * 3600.0, "7 hours"), (90e6, "1042 days")]
 )
-def test_an_invitation_that_seems_to_have_expired_names_both_clocks(late_s: float, words: str) -> None:
+def test_an_expired_invitation_says_since_when_and_names_both_clocks(late_s: float, words: str) -> None:
     at = time.strftime("%d %B %Y %H:%M UTC", time.gmtime(END + late_s))
-    clocks = (
-        f"If it is new, the clock here or the one of its creator is off by more than {words}: here it is {at}"
+    said = (
+        f"expired {words} ago, by the clock of this machine: ask for a new one. If it is new, the "
+        f"clock here or the one of its creator is off by more than {words}: here it is {at}"
     )
-    with pytest.raises(InviteError, match=re.escape(clocks)):
+    with pytest.raises(InviteError, match=re.escape(said)):
         Invite.parse(str(INVITE), now=END + late_s)
 
 
@@ -146,12 +143,6 @@ def test_only_the_invitations_key_changes_the_rest(change: dict[str, Any]) -> No
     changed = msgspec.structs.replace(INVITE, **change)
     with pytest.raises(InviteError, match="tampered"):
         Invite.parse(packed(bytes([VERSION]) + changed.encode()), now=0.0)
-
-
-def test_the_secret_is_in_no_repr() -> None:
-    assert repr(INVITE) == "Invite(my-run-0badcafe, invite, worker, 2 entries)"
-
-
 
 
 @given(st.integers(0, 2000), st.sampled_from("aAzZ09-_"))

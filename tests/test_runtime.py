@@ -2,7 +2,6 @@
 
 import asyncio
 import errno
-import os
 import signal
 import subprocess
 import sys
@@ -207,62 +206,42 @@ async def test_tasks_run_in_order_on_one_daemon_that_is_not_the_loops_thread() -
 
 
 @pytest.mark.real_time
-async def test_an_error_goes_to_its_caller_and_the_device_thread_continues() -> None:
-    device = DeviceThread()
+async def test_an_error_goes_to_its_caller_and_what_is_queued_before_the_end_is_computed() -> None:
+    device, gate, computed = DeviceThread(), threading.Event(), list[int]()
     with pytest.raises(ZeroDivisionError):
         await device.run(lambda: 1 / 0)
     with pytest.raises(SystemExit):
         await device.run(quit_python)
-    assert await device.run(lambda: 7) == 7
-    device.shutdown()
-
-
-def test_tasks_queued_before_shutdown_are_computed() -> None:
-    device = DeviceThread()
-    given = [device.submit(pow, 2, power) for power in range(5)]
-    device.shutdown()
-    device.shutdown()
-    assert [future.result() for future in given] == [1, 2, 4, 8, 16]
-    with pytest.raises(RuntimeError, match="shut down"):
-        device.submit(pow, 2, 2)
-
-
-def test_cancelled_tasks_are_not_computed() -> None:
-    device, gate, computed = DeviceThread(), threading.Event(), []
     device.submit(gate.wait)
-    unwanted = device.submit(computed.append, 1)
-    assert unwanted.cancel()
+    queued = [device.submit(computed.append, number) for number in range(5)]
+    assert queued[2].cancel()
     gate.set()
     device.shutdown()
-    assert not computed
+    device.shutdown()
+    assert computed == [0, 1, 3, 4]
+    with pytest.raises(RuntimeError, match="shut down"):
+        device.submit(pow, 2, 2)
 
 
 async def test_on_virtual_time_the_loop_computes_itself() -> None:
     assert (await DeviceThread().run(threading.current_thread)) is threading.current_thread()
 
 
-@pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE])
-def test_a_full_table_of_files_is_one_line_of_the_log(
-    runtime: Runtime, caplog: pytest.LogCaptureFixture, number: int
+@pytest.mark.parametrize(
+    ("error", "lines"),
+    [
+        (OSError(errno.EMFILE, "Too many open files"), 1),
+        (OSError(errno.ENFILE, "Too many open files in system"), 1),
+        (OSError(errno.EPIPE, "broken"), 200),
+        (ValueError("wrong"), 200),
+    ],
+)
+def test_a_full_table_of_files_is_one_line_of_the_log_and_other_faults_are_logged_each_time(
+    runtime: Runtime, caplog: pytest.LogCaptureFixture, error: Exception, lines: int
 ) -> None:
-    async def accept_many() -> None:
-        loop = asyncio.get_running_loop()
+    async def fail_often() -> None:
         for _ in range(200):
-            error = OSError(number, os.strerror(number))
-            loop.call_exception_handler(
-                {"message": "socket.accept() out of system resource", "exception": error}
-            )
-
-    runtime.call(accept_many())
-    assert len(caplog.records) == 1 and "ulimit" in caplog.text
-
-
-def test_other_faults_of_a_loop_are_logged_each_time(
-    runtime: Runtime, caplog: pytest.LogCaptureFixture
-) -> None:
-    async def fail_twice() -> None:
-        for error in (OSError(errno.EPIPE, "broken"), ValueError("wrong")):
             asyncio.get_running_loop().call_exception_handler({"message": "a fault", "exception": error})
 
-    runtime.call(fail_twice())
-    assert len(caplog.records) == 2
+    runtime.call(fail_often())
+    assert len(caplog.records) == lines and ("ulimit" in caplog.text) is (lines == 1)

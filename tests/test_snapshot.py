@@ -34,18 +34,21 @@ def test_an_event_is_a_line_for_people(event: Event, line: str) -> None:
     assert describe(event) == line
 
 
-def test_a_line_names_its_peer() -> None:
-    assert describe(PeerLeft(1.0, BOB, "it left"), {BOB[:8]: "bob"}) == "bob is gone: it left"
-    names = {BOB[:8]: "bob"}
-    assert describe(events.Waited(1.0, BOB, "its mean", 2.5), names) == "waited 2.5 s for bob: its mean"
-    assert (
-        describe(events.PeerRefused(1.0, BOB, "a state", "it lies"), names)
-        == "refused a state of bob: it lies"
-    )
-    notice = events.Notice(1.0, "b0b00000 and peer-b0b00000 are one, 1b0b00000 is not")
-    assert describe(notice, names) == "bob and bob are one, 1b0b00000 is not"
-    line = describe(ROUND, {GONE.peer[:8]: "carol"})
-    assert line == "round 12: 3 peers, 2.00 s, 1 span lost; carol: the link to carol is lost"
+@pytest.mark.parametrize(
+    ("event", "line"),
+    [
+        (PeerLeft(1.0, BOB, "it left"), "bob is gone: it left"),
+        (events.Waited(1.0, BOB, "its mean", 2.5), "waited 2.5 s for bob: its mean"),
+        (events.PeerRefused(1.0, BOB, "a state", "it lies"), "refused a state of bob: it lies"),
+        (
+            events.Notice(1.0, "b0b00000 and peer-b0b00000 are one, 1b0b00000 is not"),
+            "bob and bob are one, 1b0b00000 is not",
+        ),
+        (ROUND, "round 12: 3 peers, 2.00 s, 1 span lost; carol: the link to carol is lost"),
+    ],
+)
+def test_a_line_names_its_peer(event: Event, line: str) -> None:
+    assert describe(event, {BOB[:8]: "bob", GONE.peer[:8]: "carol"}) == line
 
 
 def test_a_peer_shows_whom_it_is_linked_to_before_they_train() -> None:

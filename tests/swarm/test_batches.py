@@ -1,6 +1,7 @@
 """`swarm.batches`: data in a plain training loop."""
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -64,31 +65,19 @@ def test_each_peer_reads_all_in_an_order_of_its_own_and_counts_what_it_read() ->
     assert all(sorted(one) == list(range(ROWS)) for one in orders) and len(set(orders)) == 4
 
 
-def test_it_ends_at_the_step_and_prints_the_first_and_the_last(capsys: pytest.CaptureFixture[str]) -> None:
-    def train(swarm: Swarm) -> int:
-        net, optimizer = begin(swarm)
-        run(swarm, 3, loader(), optimizer, net)
-        return optimizer.global_step
-
-    assert toy.alone(train) == 3
-    lines = [line for line in capsys.readouterr().out.splitlines() if "step " in line]
-    assert (
-        len(lines) == 2
-        and lines[1].startswith("alice: step 3 of 3: loss ")
-        and lines[1].endswith("from 1 peer")
-    )
-
-
-def test_a_loop_that_is_over_before_its_first_batch_says_so_once(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_loop_prints_its_first_and_last_step_and_one_that_is_over_says_so(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     def train(swarm: Swarm) -> None:
         net, optimizer = begin(swarm)
-        run(swarm, 3, loader(), optimizer, net)
-        capsys.readouterr()
-        for steps in (3, 2):
-            assert run(swarm, steps, loader(), optimizer, net) == []
+        for steps in (3, 3, 2):
+            run(swarm, steps, loader(), optimizer, net)
+        assert optimizer.global_step == 3
 
     toy.alone(train)
-    assert capsys.readouterr().out.splitlines() == [
+    _, last, *over = [line for line in capsys.readouterr().out.splitlines() if "step " in line]
+    assert last.startswith("alice: step 3 of 3: loss ") and last.endswith("from 1 peer")
+    assert over == [
         "alice: step 3 of 3 is done: raise max_steps to train on",
         "alice: step 3 of 2 is done: raise max_steps to train on",
     ]
@@ -169,39 +158,6 @@ def test_a_replaced_optimizer_raises_within_its_loop_and_one_of_two_loops_keeps_
     toy.alone(train)
 
 
-def test_it_continues_at_its_position_in_the_next_cell_and_from_a_checkpoint(tmp_path: Any) -> None:
-    def train(swarm: Swarm) -> None:
-        net, optimizer = begin(swarm, target_batch_size=7)
-        rows = run(swarm, 1, loader(batch_size=7), optimizer, net)
-        optimizer.save(tmp_path / "saved")
-        net, again = begin(swarm, target_batch_size=7)  # the cell again, with a model of its own
-        first = toy.parameters_of(toy.model())
-        assert again.global_step == 1 and not torch.equal(toy.parameters_of(net), first)
-        rest = run(swarm, 3, loader(batch_size=7), again, net)
-        assert sorted(rows + rest) == list(range(ROWS))
-        again.load(tmp_path / "saved")
-        assert run(swarm, 3, loader(batch_size=7), again, net) == rest
-
-    toy.alone(train)
-
-
-def test_an_empty_batch_is_passed_over_and_a_smaller_one_counts_as_it_is() -> None:
-    def train(swarm: Swarm) -> tuple[int, float]:
-        net, optimizer = begin(swarm, target_batch_size=100)
-        sizes = [4, 0, 1]
-        data = [(torch.arange(n), torch.ones(n, 8)) for n in sizes]
-        seen = 0
-        for _, x_BI in swarm.batches(data, optimizer, max_steps=1):
-            net(x_BI).square().mean().backward()
-            optimizer.step()
-            seen += 1
-            if seen == 2:
-                break
-        return seen, optimizer.rounds.share.counted
-
-    assert toy.alone(train) == (2, 5.0)
-
-
 def test_a_loader_without_batches_raises_and_one_without_an_order_is_told_of(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -255,20 +211,6 @@ def test_a_batch_that_nobody_can_count_is_counted_by_its_user(
         return optimizer.rounds.share.counted
 
     assert toy.alone(train) == counted
-
-
-def test_a_batch_that_nobody_counts_is_refused_and_says_how() -> None:
-    def train(swarm: Swarm) -> None:
-        net, optimizer = begin(swarm)
-        for x_BI in swarm.batches([[torch.ones(9, 8), torch.ones(4, 8)]], optimizer, max_steps=1):
-            net(x_BI[0]).square().mean().backward()
-            with pytest.raises(
-                ValueError, match=r"optimizer.step\(samples=len.* or once and for all as batch_size="
-            ):
-                optimizer.step()
-            optimizer.step(samples=9)
-
-    toy.alone(train)
 
 
 def test_a_detection_loader_counts_its_images() -> None:
@@ -388,17 +330,6 @@ def test_data_that_differ_between_peers_are_read_without_a_word(make: Any) -> No
     assert notices(make) == []
 
 
-def test_peers_read_a_shuffled_stream_each_in_an_order_of_its_own() -> None:
-    def train(swarm: Swarm) -> list[int]:
-        _, optimizer = begin(swarm)
-        data = DataLoader(streamed().shuffle(seed=0, buffer_size=ROWS), batch_size=ROWS)
-        return next(swarm.batches(data, optimizer, max_steps=1))["x"].tolist()  # type: ignore[no-any-return]
-
-    with cs.simulate(2) as simulation:
-        first, second = simulation.run(train).values()
-    assert first != second and sorted(first) == sorted(second) == list(range(ROWS))
-
-
 def mean_over(rows: torch.Tensor) -> torch.nn.Module:
     """One process that takes a step with the mean over these rows."""
     net = toy.model()
@@ -476,53 +407,35 @@ def clear_by_the_model(net: torch.nn.Module, optimizer: SwarmOptimizer, x_BI: to
     net.zero_grad()
 
 
-def samples_counted(sizes: list[int], use: Any) -> float:
-    """Samples of one step over batches of these sizes, each used by its function in ``use``."""
-
-    def train(swarm: Swarm) -> float:
-        net, optimizer = begin(swarm, target_batch_size=1000)
-        batches = swarm.batches([torch.ones(size, 8) for size in sizes], optimizer, max_steps=1)
-        for function in use:
-            function(net, optimizer, next(batches))
-        optimizer.step()
-        return optimizer.rounds.share.counted
-
-    return toy.alone(train)  # type: ignore[no-any-return]
+ALL = [compute, compute, compute]
 
 
 @pytest.mark.parametrize(
-    ("use", "counted"),
+    ("use", "sizes", "batch_size", "counted"),
     [
-        ([compute, compute, compute], 7),
-        ([pass_over, compute, compute], 3),
-        ([compute, pass_over, compute], 5),
-        ([clear, compute, compute], 3),
-        ([compute, clear, compute], 1),
-        ([compute, clear_by_the_model, compute], 1),
-        ([compute, compute, clear_and_compute], 1),
-    ],
-    ids=[
-        *("all", "the first passed over", "the second passed over", "the first cleared", "all cleared"),
-        *("all cleared by the model", "cleared before the last"),
+        pytest.param(ALL, [4, 2, 1], None, 7, id="all"),
+        pytest.param([pass_over, compute, compute], [4, 2, 1], None, 3, id="the first passed over"),
+        pytest.param([compute, pass_over, compute], [4, 2, 1], None, 5, id="the second passed over"),
+        pytest.param([clear, compute, compute], [4, 2, 1], None, 3, id="the first cleared"),
+        pytest.param([compute, clear, compute], [4, 2, 1], None, 1, id="all cleared"),
+        pytest.param([compute, clear_by_the_model, compute], [4, 2, 1], None, 1, id="cleared by the model"),
+        pytest.param([compute, compute, clear_and_compute], [4, 2, 1], None, 1, id="cleared before the last"),
+        pytest.param([compute, compute], [4, 0, 1], None, 5, id="an empty batch is not given"),
+        pytest.param(ALL, [1, 1, 1], 8, 24, id="rows are something else"),
+        pytest.param(ALL, [8, 8, 3], 8, 19, id="rows are samples"),
+        pytest.param([compute, compute], [16, 16], 8, 16, id="two rows a sample"),
     ],
 )
-def test_a_step_counts_the_batches_whose_gradients_are_in_it(use: Any, counted: float) -> None:
-    assert samples_counted([4, 2, 1], use) == counted
-
-
-@pytest.mark.parametrize(
-    ("sizes", "batch_size", "counted"),
-    [([1, 1, 1], 8, 24.0), ([8, 8, 3], 8, 19.0), ([16, 16], 8, 16.0)],
-    ids=["rows are something else", "rows are samples", "two rows a sample"],
-)
-def test_batch_size_says_what_a_batch_counts(sizes: list[int], batch_size: int, counted: float) -> None:
+def test_a_step_counts_the_batches_whose_gradients_are_in_it(
+    use: Any, sizes: list[int], batch_size: int | None, counted: float
+) -> None:
     def train(swarm: Swarm) -> float:
         net = toy.model()
         inner = torch.optim.SGD(net.parameters(), lr=0.01)
         optimizer = swarm.optimizer(inner, target_batch_size=1000, batch_size=batch_size, model=net)
-        batches = swarm.batches([torch.ones(n, 8) for n in sizes], optimizer, max_steps=1)
-        for _ in sizes:
-            net(next(batches)).square().mean().backward()
+        batches = swarm.batches([torch.ones(size, 8) for size in sizes], optimizer, max_steps=1)
+        for function in use:
+            function(net, optimizer, next(batches))
         optimizer.step()
         return optimizer.rounds.share.counted
 
@@ -549,17 +462,24 @@ def test_what_a_collate_function_drops_does_not_count() -> None:
     torch.testing.assert_close(toy.alone(train), toy.parameters_of(mean_over(x_BI)), rtol=0, atol=1e-5)
 
 
-def test_rows_that_may_be_columns_are_asked_for() -> None:
-    """Two rows of eight values: two samples of eight that were drawn, or eight with time first."""
-
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: [[torch.ones(9, 8), torch.ones(4, 8)]],
+        # two rows of eight values: two samples of eight that were drawn, or eight with time first
+        lambda: DataLoader([*rows_of(2), *[None] * 6], 8, collate_fn=without_gaps),  # type: ignore[arg-type]
+    ],
+    ids=["parts of other lengths", "rows that may be columns"],
+)
+def test_a_batch_that_nobody_counts_is_refused_and_says_how(make: Any) -> None:
     def train(swarm: Swarm) -> None:
         net, optimizer = begin(swarm)
-        data = DataLoader([*rows_of(2), *[None] * 6], 8, collate_fn=without_gaps)  # type: ignore[arg-type]
-        (batch,) = next(swarm.batches(data, optimizer, max_steps=1))
-        net(batch).square().mean().backward()
-        with pytest.raises(ValueError, match=r"optimizer.step\(samples=len"):
+        rows, *_ = next(swarm.batches(make(), optimizer, max_steps=1))
+        net(rows).square().mean().backward()
+        said = r"optimizer.step\(samples=len.* or once and for all as batch_size="
+        with pytest.raises(ValueError, match=said):
             optimizer.step()
-        optimizer.step(samples=2)
+        optimizer.step(samples=len(rows))
 
     toy.alone(train)
 
@@ -589,7 +509,8 @@ def test_loaders_side_by_side_have_positions_of_their_own_which_a_checkpoint_kee
         net, optimizer = begin(swarm)
         before = read_both(swarm, optimizer, net, 5)
         optimizer.save(tmp_path / "saved")
-        net, again = begin(swarm)
+        former, (net, again) = net, begin(swarm)  # the cell again, with a model of its own
+        assert torch.equal(toy.parameters_of(net), toy.parameters_of(former)) and again.global_step == 5
         after = read_both(swarm, again, net, 7)
         again.load(tmp_path / "saved")
         assert read_both(swarm, again, net, 7) == after
@@ -654,15 +575,21 @@ def test_a_sampler_with_global_randomness_is_told_of_in_words_that_are_true(kind
     assert sentence.startswith("peers whose scripts set the same random seed") and "generator" in sentence
 
 
-@pytest.mark.parametrize("kind", OWN_SAMPLERS)
-def test_a_sampler_with_a_generator_has_an_order_of_each_peers_own(kind: str) -> None:
+@pytest.mark.parametrize(
+    "make",
+    [
+        *[partial(make, generator=None) for make in OWN_SAMPLERS.values()],
+        lambda: DataLoader(streamed().shuffle(seed=0, buffer_size=ROWS), batch_size=ROWS),
+    ],
+    ids=[*OWN_SAMPLERS, "a stream of datasets"],
+)
+def test_what_can_be_shuffled_has_an_order_of_each_peers_own(make: Any) -> None:
     def train(swarm: Swarm) -> list[int]:
         torch.manual_seed(42)
         _, optimizer = begin(swarm)
-        data = OWN_SAMPLERS[kind](generator=None)
-        index_B, _ = next(swarm.batches(data, optimizer, max_steps=1))
+        batch = next(swarm.batches(make(), optimizer, max_steps=1))
         assert not swarm.events.recent(Notice)
-        return index_B.tolist()  # type: ignore[no-any-return]
+        return (batch["x"] if isinstance(batch, dict) else batch[0]).tolist()  # type: ignore[no-any-return]
 
     with cs.simulate(2) as simulation:
         first, second = simulation.run(train).values()

@@ -299,28 +299,6 @@ def test_a_measured_step_changes_nothing(
     toy.alone(train)
 
 
-def test_the_next_steps_are_those_of_a_peer_that_was_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(calibration, "_CALIBRATION_S", 0.001)
-    measured: list[bool] = []
-
-    def train(swarm: cs.Swarm) -> dict[str, Any]:
-        torch.manual_seed(1)
-        net = Noisy()
-        optimizer = swarm.optimizer(
-            adamw(net), target_batch_size=8, model=net, communication=cs.Communication(local_steps=2)
-        )
-        for index in range(12):
-            if measured and index in (3, 6):
-                calibrate_step(optimizer, lambda: backward(net))
-            backward(net)
-            optimizer.step(samples=4)
-        return net.state_dict()
-
-    undisturbed = toy.alone(train)
-    measured.append(True)
-    assert_equal(undisturbed, toy.alone(train))
-
-
 @pytest.mark.parametrize(
     ("local_steps", "measured", "alone_s"),
     [(1, [["backward"], ["backward"]], 0.25), (2, [["backward"], ["backward"], ["AdamW"]], 0.5)],
@@ -357,11 +335,13 @@ def test_the_optimizers_step_counts_where_each_peer_takes_it(
     toy.alone(train)
 
 
-@pytest.mark.parametrize("does", ["nothing", "a step", "a step after backward()"])
-def test_a_measured_step_without_a_gradient_is_refused(does: str) -> None:
+@pytest.mark.parametrize("does", ["nothing", "a step", "a step after backward()", "all, without its model"])
+def test_a_measured_step_without_a_gradient_or_its_model_is_refused(does: str) -> None:
     def train(swarm: cs.Swarm) -> None:
         net = Noisy()
-        optimizer = swarm.optimizer(adamw(net), target_batch_size=8, model=net)
+        has_model = does != "all, without its model"
+        said = "left no gradient: end it with" if has_model else r"pass model=… to swarm.optimizer"
+        optimizer = swarm.optimizer(adamw(net), target_batch_size=8, model=net if has_model else None)
 
         def compute() -> None:
             if does.endswith("backward()"):
@@ -371,18 +351,8 @@ def test_a_measured_step_without_a_gradient_is_refused(does: str) -> None:
                 backward(net)
                 optimizer.zero_grad()
 
-        with pytest.raises(ValueError, match="left no gradient: end it with"):
+        with pytest.raises(ValueError, match=said):
             calibrate_step(optimizer, compute)
-
-    toy.alone(train)
-
-
-def test_a_measured_step_needs_the_model_whose_buffers_it_changes() -> None:
-    def train(swarm: cs.Swarm) -> None:
-        net = Noisy()
-        optimizer = swarm.optimizer(adamw(net), target_batch_size=8)
-        with pytest.raises(ValueError, match=r"pass model=… to swarm.optimizer"):
-            calibrate_step(optimizer, lambda: backward(net))
 
     toy.alone(train)
 

@@ -110,6 +110,8 @@ def test_an_error_of_a_peers_code_is_shown_and_raised(simulation: Simulation) ->
         lesson.wait()
     assert lesson.snapshot().state == "failed"
     assert "ZeroDivisionError: &lt;mine&gt;" in lesson._repr_mimebundle_()["text/html"]
+    with pytest.raises(RuntimeError, match="end of the whole process"):
+        played(simulation, lambda _: exit()).wait()
 
 
 def test_time_stands_still_while_paused_and_step_advances_it_by_a_second(simulation: Simulation) -> None:
@@ -162,11 +164,6 @@ def test_time_continues_when_a_peer_joins_an_empty_swarm(simulation: Simulation)
     lesson.inject("join", "bob")
     wait(lambda: any("bob has joined" in line for line in lesson.snapshot().story))
     assert at < 100 and len(simulation.network.fired) == 3
-
-
-def test_a_peers_code_that_exits_fails_its_run(simulation: Simulation) -> None:
-    with pytest.raises(RuntimeError, match="end of the whole process"):
-        played(simulation, lambda _: exit()).wait()
 
 
 def test_a_speed_of_zero_means_the_lowest_speed(simulation: Simulation) -> None:

@@ -111,6 +111,8 @@ def test_a_viewer_may_look_but_not_train_and_a_counted_invitation_is_used_up() -
                 join_training(bob, model())
             with pytest.raises(PermissionError, match="only the"):
                 bob.invite(role="worker")
+            with pytest.raises(ValueError, match="choose one of worker, reducer, viewer"):
+                swarm.invite(role="authority")
         with pytest.raises(JoinError, match="was for 1 peer"):
             cs.join(invite, peer_name="carol", options=QUIET)
 

@@ -12,27 +12,21 @@ from colab_swarm.swarm.swarm import Swarm
 from tests.training.toy import join_training, loss_of, model, train_freely
 
 
-def test_blocks_nest_and_a_hold_outlasts_them() -> None:
+def test_blocks_nest_end_by_an_exception_too_and_a_hold_outlasts_them() -> None:
     gate = PauseGate()
-    with gate.block():
+    elsewhere: list[bool] = []
+    with pytest.raises(KeyError), gate.block():
         gate.hold()
         with gate.block():
             assert gate.closed and gate.closed_by_this_thread
         assert gate.closed_by_this_thread
-    assert gate.closed and not gate.closed_by_this_thread
-    gate.release()
-    assert not gate.closed and repr(gate) == "PauseGate(open)"
-
-
-def test_a_block_ends_by_an_exception_too_and_is_its_threads_own() -> None:
-    gate = PauseGate()
-    mine: list[bool] = []
-    with pytest.raises(KeyError), gate.block():
-        thread = threading.Thread(target=lambda: mine.append(gate.closed_by_this_thread))
+        thread = threading.Thread(target=lambda: elsewhere.append(gate.closed_by_this_thread))
         thread.start()
         thread.join()
         raise KeyError
-    assert mine == [False] and not gate.closed
+    assert gate.closed and not gate.closed_by_this_thread and elsewhere == [False]
+    gate.release()
+    assert not gate.closed and repr(gate) == "PauseGate(open)"
 
 
 async def test_a_waiting_task_continues_soon_after_the_gate_opens() -> None:

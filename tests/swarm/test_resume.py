@@ -47,21 +47,16 @@ def train_alone(swarm: Swarm, steps: int) -> torch.nn.Module:
 
 def test_a_member_comes_back_under_its_id_and_name_with_its_options(alice: Swarm, tmp_path: Path) -> None:
     options = cs.NetworkOptions(lan=False, upload_mbit_s=50.0)
-    with cs.join(alice.invite(), peer_name="bob", state_dir=tmp_path / "bob", options=options) as bob:
+    invitation = alice.invite()
+    with cs.join(invitation, peer_name="bob", state_dir=tmp_path / "bob", options=options) as bob:
         assert cs.join(state_dir=tmp_path / "bob") is bob
     with cs.join(state_dir=tmp_path / "bob") as again:
         assert (again.id, again.name) == (bob.id, "bob") and again is not bob
-        assert again.network is not None and again.network.options.upload_mbit_s == 50.0
-
-
-def test_the_same_cell_joins_the_first_time_and_comes_back_later(alice: Swarm, tmp_path: Path) -> None:
-    invitation = alice.invite()
-    ids = []
-    for _ in range(2):
-        with cs.join(invitation, state_dir=tmp_path / "bob") as bob:
-            assert cs.join(invitation, state_dir=tmp_path / "bob") is bob
-            ids.append((bob.id, bob.name))
-    assert ids[0] == ids[1]
+        assert network_of(again).options.upload_mbit_s == 50.0
+    # the cell that it joined with brings it back too
+    with cs.join(invitation, state_dir=tmp_path / "bob") as again:
+        assert (again.id, again.name) == (bob.id, "bob")
+        assert cs.join(invitation, state_dir=tmp_path / "bob") is again
 
 
 def test_a_membership_outlives_the_invitation(
@@ -99,11 +94,6 @@ def test_a_port_that_another_program_uses_now_does_not_keep_a_peer_away(tmp_path
         other.listen()
         with cs.join(state_dir=tmp_path / "alice") as alice:
             assert alice.contact.addresses and alice.network.node.port != port
-
-
-def test_a_folder_of_a_member_does_not_create_a_run_of_that_name(alice: Swarm, tmp_path: Path) -> None:
-    with cs.join(alice.invite(), state_dir=tmp_path / "bob"), pytest.raises(StateError, match="in use"):
-        cs.create("test-run", state_dir=tmp_path / "bob")
 
 
 def test_a_member_that_reaches_no_peer_says_what_to_do(tmp_path: Path) -> None:
@@ -183,7 +173,8 @@ def test_a_peer_enters_through_the_last_living_one_of_many_that_it_knew() -> Non
 
 
 def test_a_folder_of_another_run_is_refused(alice: Swarm, tmp_path: Path) -> None:
-    cs.join(alice.invite(), state_dir=tmp_path / "bob").leave()
+    with cs.join(alice.invite(), state_dir=tmp_path / "bob"), pytest.raises(StateError, match="in use"):
+        cs.create("test-run", state_dir=tmp_path / "bob")
     with pytest.raises(ValueError, match="which joined test-run"):
         cs.create("other-run", state_dir=tmp_path / "bob")
     with cs.create("other-run") as other, pytest.raises(ValueError, match="for another run use another"):

@@ -59,12 +59,6 @@ def test_two_peers_find_each_other_and_leave_without_a_trace(alice: Swarm) -> No
     gc.collect()
 
 
-def test_joining_again_returns_the_same_swarm_and_another_name_another_peer(alice: Swarm) -> None:
-    invite = alice.invite()
-    with cs.join(invite, peer_name="bob") as bob, cs.join(invite, peer_name="carol") as carol:
-        assert cs.join(invite, peer_name="bob") is bob and carol is not bob
-
-
 def test_an_invitation_without_an_answering_peer_says_what_was_tried(alice: Swarm) -> None:
     with pytest.raises(JoinError, match="nobody answers"):  # another peer is at the address
         cs.join(invite_to(alice.contact.addresses[0], alice.run_id), peer_name="bob")
@@ -129,13 +123,6 @@ def test_four_peers_with_unequal_batches_equal_one_process(alice: Swarm) -> None
     assert len({lineage for _, lineage in results}) == 1
     for parameters, _ in results:
         torch.testing.assert_close(parameters, joint_reference(20), rtol=0, atol=1e-5)
-
-
-def test_calling_optimizer_again_replaces_the_former_one(alice: Swarm) -> None:
-    former = join_training(alice, model())
-    join_training(alice, model())
-    with pytest.raises(RuntimeError, match="has closed this one"):
-        former.step(samples=1)
 
 
 def test_an_invitation_with_private_addresses_alone_says_who_can_use_it(alice: Swarm) -> None:
