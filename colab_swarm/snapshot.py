@@ -217,6 +217,8 @@ def _line(event: events.Event) -> str:
             return _round(event)
         case events.StateReceived(step=step, size_bytes=size, donors=donors):
             return f"state of step {step}: {size / 1e6:.1f} MB from {count(len(donors), 'donor')}"
+        case events.StepFinished(step=step, samples=samples, loss=float(loss)):
+            return f"step {step}: loss {loss:.4f}, {samples:g} samples"
         case events.ExpertHosted(uid=uid, step=step, taken_over=True):
             return f"hosting {uid}, taken over at step {step}"
     line = LINES.get(type(event), type(event).__name__)

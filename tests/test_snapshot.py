@@ -18,6 +18,7 @@ BOB = "b0b00000" * 8
         (PeerJoined(1.0, BOB), "b0b00000 is linked"),
         (PeerLeft(1.0, BOB, "its link broke"), "b0b00000 is gone: its link broke"),
         (StepFinished(1.0, 7, 96.0, None), "step 7: 96 samples"),
+        (StepFinished(1.0, 7, 96.0, 0.5), "step 7: loss 0.5000, 96 samples"),
         (StateReceived(1.0, 7, (BOB,), 3_200_000, 0.5), "state of step 7: 3.2 MB from 1 donor"),
         (BatchDropped(1.0, "not finite"), "batch dropped: not finite"),
         (Fault(1.0, "progress", "ValueError"), "fault in progress: ValueError"),

@@ -79,6 +79,21 @@ HOST = (
 
 
 @dataclass(frozen=True)
+class Gpus:
+    """The GPUs of this machine, which are of one kind."""
+
+    name: str
+    count: int
+    free_bytes: int  # of the first
+    total_bytes: int
+    capability: tuple[int, int]  # such as (7, 5) of a T4
+    architectures: Sequence[
+        str
+    ]  # that torch was built for, such as ``sm_75`` and ``compute_90``; empty if unknown
+    bfloat16: bool  # whether they compute in it themselves: in emulation all do
+
+
+@dataclass(frozen=True)
 class Check:
     name: str  # of the check, such as ``internet``
     light: Light  # the result
@@ -174,9 +189,11 @@ def doctor(
             return Diagnosis((*doctor(model=model, batches=batches).checks, failed))
         with visit:
             return doctor(visit, model=model, batches=batches, step=step)
-    gpus = gpu_checks()
+    gpus = gpus_here()
+    # torchrun sets the rank
+    of_gpus = [] if gpus is None else check_gpus(gpus, is_rank="RANK" in os.environ)
     # a GPU that torch was not built for cannot try the model
-    if any(check.light is RED for check in gpus):
+    if any(check.light is RED for check in of_gpus):
         model = None
     subject = _subject(swarm, model, batches)
     here = platform()
@@ -184,8 +201,8 @@ def doctor(
         check_platform(here),
         check_internet(here, internet()),
         check_versions(versions()),
-        check_compute(cores(), free_ram_bytes(), gpu(), subject),
-        *gpus,
+        check_compute(cores(), free_ram_bytes(), gpus, subject),
+        *of_gpus,
     ]
     checks += [check_addresses(here, own_ips())] if swarm is None else _swarm_checks(swarm)
     if step is not None:
@@ -257,28 +274,20 @@ def _trainers(swarm: Swarm) -> dict[PeerId, float]:
     return {peer: record.samples_per_s for peer, record in records.items() if peer != swarm.id}
 
 
-def gpu() -> tuple[str, int, int] | None:
-    """Return the GPU's name, free and total bytes; None without one."""
+def gpus_here() -> Gpus | None:
     if find_spec("torch") is None:
         return None
     from torch import cuda
 
-    return (cuda.get_device_name(), *cuda.mem_get_info()) if cuda.is_available() else None
-
-
-def gpu_checks() -> list[Check]:
-    if gpu() is None:
-        return []
-    from torch import cuda
-
-    return check_gpus(
+    if not cuda.is_available():
+        return None
+    return Gpus(
         cuda.get_device_name(),
+        cuda.device_count(),
+        *cuda.mem_get_info(),
         cuda.get_device_capability(),
         cuda.get_arch_list(),
-        cuda.device_count(),
-        bfloat16=cuda.is_bf16_supported(including_emulation=False),
-        # torchrun sets it
-        is_rank="RANK" in os.environ,
+        cuda.is_bf16_supported(including_emulation=False),
     )
 
 
@@ -329,16 +338,16 @@ def check_versions(installed: Mapping[str, str]) -> Check:
 
 
 def check_compute(
-    cores: int, free_ram_bytes: int | None, gpu: tuple[str, int, int] | None, subject: Subject | None
+    cores: int, free_ram_bytes: int | None, gpus: Gpus | None, subject: Subject | None
 ) -> Check:
-    """Judge the cores, or the GPU (name, free and total bytes), and the memory for the model."""
-    if gpu is None:
+    """Judge the cores, or the GPU, and the memory for the model."""
+    if gpus is None:
         free_bytes = free_ram_bytes
         words = f"no GPU, {count(cores, 'core')}"
         fix = "training works, but slowly; Colab and Kaggle offer GPUs in their settings"
     else:
-        name, free_bytes, total_bytes = gpu
-        words = f"{name}, {free_bytes / GB:.1f} of {total_bytes / GB:.1f} GB free"
+        free_bytes = gpus.free_bytes
+        words = f"{gpus.name}, {free_bytes / GB:.1f} of {gpus.total_bytes / GB:.1f} GB free"
         fix = ""
     if subject is None or free_bytes is None:
         return judge("compute", words, fix)
@@ -352,34 +361,22 @@ def check_compute(
     return judge("compute", words, fix, RED)
 
 
-def check_gpus(
-    name: str,
-    capability: tuple[int, int],
-    architectures: Sequence[str],
-    count: int,
-    *,
-    bfloat16: bool,
-    is_rank: bool,
-) -> list[Check]:
-    """Judge GPUs of one kind: whether torch was built for them, computes in bfloat16, and uses them all.
+def check_gpus(gpus: Gpus, *, is_rank: bool = False) -> list[Check]:
+    """Judge whether torch was built for the GPUs, computes in bfloat16, and uses them all.
 
-    Args:
-        capability: of the GPUs, such as (7, 5) of a T4.
-        architectures: that torch was built for, such as ``sm_75`` and ``compute_90``; empty if unknown.
-        count: of the GPUs in this machine.
-        bfloat16: whether they compute in it themselves: in emulation all do.
-        is_rank: whether this process shares the GPUs with others of one `torch.distributed` job.
+    ``is_rank``: this process shares the GPUs with others of one `torch.distributed` job.
     """
-    if not runs_on(capability, architectures):
-        own = "sm_{}{}".format(*capability)
-        words = f"this torch was built for {', '.join(architectures)}, not for {name} ({own})"
+    if not runs_on(gpus.capability, gpus.architectures):
+        own = "sm_{}{}".format(*gpus.capability)
+        words = f"this torch was built for {', '.join(gpus.architectures)}, not for {gpus.name} ({own})"
         return [judge("GPU", words, _OTHER_GPU, RED)]
     checks = []
-    if not bfloat16:
-        checks.append(judge("precision", f"{name} has no bfloat16: it is emulated, and slow", _FLOAT16))
-    if count > 1 and not is_rank:
-        words = f"{count} × {name}, and this process trains on one"
-        checks.append(judge("GPUs", words, HOST.format(count=count)))
+    if not gpus.bfloat16:
+        words = f"{gpus.name} has no bfloat16: it is emulated, and slow"
+        checks.append(judge("precision", words, _FLOAT16))
+    if gpus.count > 1 and not is_rank:
+        words = f"{gpus.count} × {gpus.name}, and this process trains on one"
+        checks.append(judge("GPUs", words, HOST.format(count=gpus.count)))
     return checks
 
 

@@ -75,15 +75,12 @@ class Logbook:
             self._worked = True
         if isinstance(event, RoundFinished) and not (event.spans_lost or event.kept_local):
             return
-        line = describe(event)
         if isinstance(event, StepFinished):
             if now - self._step_at < STEP_EVERY_S:
                 return
             self._step_at = now
-            line = f"step {event.step}: " + ("" if event.loss is None else f"loss {event.loss:.4f}, ")
-            line += f"{event.samples:g} samples"
         at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(now))
-        self._lines.append(f"{at}  {plain(line, 400)}\n")
+        self._lines.append(f"{at}  {plain(describe(event), 400)}\n")
 
     async def keep(self) -> None:
         await asyncio.to_thread(_delete_old, self._folder.parent)

@@ -17,12 +17,15 @@ from colab_swarm.project import install
 from colab_swarm.swarm import calibration
 from colab_swarm.swarm import doctor as checks
 from colab_swarm.swarm.calibration import Subject
-from colab_swarm.swarm.doctor import GREEN, RED, WIDTH, YELLOW, Check, Diagnosis, Light
+from colab_swarm.swarm.doctor import GREEN, RED, WIDTH, YELLOW, Check, Diagnosis, Gpus, Light
 from colab_swarm.training.settings import Due, TrainingSettings
 from colab_swarm.training.timing import Turn
 from tests.notebook.test_views import parsed, tags
 
-T4 = ("Tesla T4", 14_500_000_000, 15_600_000_000)
+CU128 = ["sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120", "compute_120"]
+T4 = Gpus("Tesla T4", 1, 14_500_000_000, 15_600_000_000, (7, 5), CU128, bfloat16=False)
+P100 = replace(T4, name="Tesla P100", capability=(6, 0))
+A100 = replace(T4, name="NVIDIA A100", capability=(8, 0), bfloat16=True)
 GB = 10**9
 DIRECT = Reachability(Level.DIRECT, addresses=("ws://203.0.113.7:4500",))
 LARGE = Subject("ALBERT-large at 512 tokens", 18_105_474, 1_605_894_144.0)
@@ -51,7 +54,7 @@ def test_a_healthy_peer_gets_only_green_lights() -> None:
         (checks.check_versions({"torch": ""}), RED, install("train")),
         (checks.check_versions({"transformers": ""}), YELLOW, install("train")),
         (checks.check_compute(8, 9 * GB, None, LARGE), YELLOW, "Colab and Kaggle"),
-        (checks.check_compute(8, 9 * GB, ("Tesla T4", GB, 15 * GB), LARGE), RED, "smaller model"),
+        (checks.check_compute(8, 9 * GB, replace(T4, free_bytes=GB), LARGE), RED, "smaller model"),
         (checks.check_swarm("demo", 0, 0), YELLOW, "swarm.invite()"),
         (checks.check_reachability(Reachability(Level.OUTGOING)), YELLOW, "colab-swarm create"),
         (checks.check_reachability(Reachability(Level.UNVERIFIED)), YELLOW, "run the doctor again"),
@@ -67,33 +70,30 @@ def test_each_problem_is_found_and_has_its_fix(found: Check, light: Light, fix: 
     assert found.light is light and fix in found.fix
 
 
-CU128 = ["sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120", "compute_120"]
+@pytest.mark.parametrize(
+    ("gpus", "is_rank", "lights"),
+    [
+        (A100, False, {}),
+        (T4, False, {"precision": YELLOW}),
+        (replace(T4, count=2), False, {"precision": YELLOW, "GPUs": YELLOW}),
+        (replace(T4, count=2), True, {"precision": YELLOW}),
+        # torch was not built for it, and nothing else is said
+        (replace(P100, count=2), False, {"GPU": RED}),
+    ],
+)
+def test_gpus_that_cannot_do_all_or_idle_are_found(
+    gpus: Gpus, is_rank: bool, lights: dict[str, Light]
+) -> None:
+    assert {check.name: check.light for check in checks.check_gpus(gpus, is_rank=is_rank)} == lights
 
 
-def gpus(
-    name: str, capability: tuple[int, int], count: int = 1, *, bfloat16: bool = True, is_rank: bool = False
-) -> list[tuple[str, Light]]:
-    found = checks.check_gpus(name, capability, CU128, count, bfloat16=bfloat16, is_rank=is_rank)
-    return [(check.name, check.light) for check in found]
-
-
-def test_a_t4_without_bfloat16_and_a_second_one_that_idles_are_warnings() -> None:
-    assert gpus("Tesla T4", (7, 5), bfloat16=False) == [("precision", YELLOW)]
-    both = [("precision", YELLOW), ("GPUs", YELLOW)]
-    assert gpus("Tesla T4", (7, 5), 2, bfloat16=False) == both
-    assert gpus("Tesla T4", (7, 5), 2, bfloat16=False, is_rank=True) == both[:1]
-    assert gpus("NVIDIA A100", (8, 0)) == []
-    precision, idle = checks.check_gpus("Tesla T4", (7, 5), CU128, 2, bfloat16=False, is_rank=False)
-    assert (
-        "fp16=True, bf16=False" in precision.fix and "bnb_4bit_compute_dtype=torch.float16" in precision.fix
-    )
+def test_each_problem_of_a_gpu_says_what_to_run() -> None:
+    precision, idle = checks.check_gpus(replace(T4, count=2))
+    assert "fp16=True, bf16=False" in precision.fix
+    assert "bnb_4bit_compute_dtype=torch.float16" in precision.fix
     assert "torchrun --nproc_per_node=2 train.py" in idle.fix and "2 × Tesla T4" in idle.text
-
-
-def test_a_p100_is_a_problem_where_torch_was_not_built_for_it_and_nothing_else_is_said() -> None:
-    assert gpus("Tesla P100-PCIE-16GB", (6, 0), 2, bfloat16=False) == [("GPU", RED)]
-    (check,) = checks.check_gpus("Tesla P100", (6, 0), CU128, 1, bfloat16=False, is_rank=False)
-    assert "not for Tesla P100 (sm_60)" in check.text and "GPU T4 x2" in check.fix
+    (unusable,) = checks.check_gpus(P100)
+    assert "not for Tesla P100 (sm_60)" in unusable.text and "GPU T4 x2" in unusable.fix
 
 
 @pytest.mark.parametrize(

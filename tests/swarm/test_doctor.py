@@ -22,7 +22,7 @@ from colab_swarm.runtime import free_ram_bytes
 from colab_swarm.swarm import calibration, network
 from colab_swarm.swarm import doctor as module
 from colab_swarm.swarm.calibration import calibrate, calibrate_step
-from colab_swarm.swarm.doctor import RED, Diagnosis, doctor
+from colab_swarm.swarm.doctor import RED, Diagnosis, Gpus, doctor
 from colab_swarm.training.optimizer import SwarmOptimizer
 from tests.training import toy
 
@@ -110,10 +110,10 @@ def test_a_model_is_not_tried_on_a_gpu_that_torch_was_not_built_for(monkeypatch:
         def forward(self, x: Tensor) -> SimpleNamespace:
             raise RuntimeError("CUDA error: no kernel image is available for execution on the device")
 
-    (problem,) = module.check_gpus("Tesla P100", (6, 0), ["sm_75"], 1, bfloat16=False, is_rank=False)
-    monkeypatch.setattr(module, "gpu_checks", lambda: [problem])
+    p100 = Gpus("Tesla P100", 1, 10**9, 10**9, (6, 0), ["sm_75"], bfloat16=False)
+    monkeypatch.setattr(module, "gpus_here", lambda: p100)
     found = doctor(model=Unusable(), batches=BATCHES)
-    assert problem in found.checks and not found.ready
+    assert "not for Tesla P100" in texts(found)["GPU"] and not found.ready
 
 
 def test_a_model_without_data_or_an_unknown_size_is_refused() -> None:
@@ -154,9 +154,7 @@ def test_one_answering_host_means_internet(up: int | None, monkeypatch: pytest.M
 
 
 def test_the_probes_work_without_torch() -> None:
-    code = (
-        "import sys; sys.modules['torch'] = None; from colab_swarm.swarm import doctor; doctor.gpu_checks()"
-    )
+    code = "import sys; sys.modules['torch'] = None; from colab_swarm.swarm import doctor; doctor.gpus_here()"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
