@@ -5,7 +5,6 @@ The teacher opens a board at a short address, such as ``192.168.1.10:8421``. It 
 
 import os
 import uuid
-from contextlib import AbstractContextManager
 from http.client import HTTPException
 from urllib.request import urlopen
 
@@ -28,7 +27,7 @@ ANIMALS = _ANIMALS.split()
 _boards: "dict[Swarm, Board]" = {}
 
 
-class Board(AbstractContextManager["Board"]):
+class Board:
     """Serves pupils at ``address`` until `close`. Raises PermissionError if the run is not open."""
 
     def __init__(self, swarm: Swarm, port: int = PORT) -> None:
@@ -58,9 +57,6 @@ class Board(AbstractContextManager["Board"]):
             lap, place = divmod(len(self._names), len(ANIMALS))
             self._names[pupil] = f"{ANIMALS[place]}-{lap + 1}".removesuffix("-1")
         return web.json_response([self._invitation, self._names[pupil]])
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def close(self) -> None:
         _boards.pop(self.swarm, None)
