@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from colab_swarm.errors import SwarmError, require
@@ -46,74 +47,62 @@ class Attendance:
         return lines
 
 
+@dataclass(eq=False)
 class ScriptLines:
-    """Prints the lines on the user's thread: after each batch, and while that thread waits for a round.
+    """Prints the lines on the user's thread: after each batch, and while that thread waits for a round."""
 
-    ``overview`` has the log of this peer; None in a simulation, which prints steps only, with the peer's ``name``.
-    ``every_s``: least seconds from one step's line to the next, by the clock ``now``. ``creator``: when that peer is
-    away, ``invite`` makes an invitation that others can still use.
-    """
+    optimizer: "SwarmOptimizer"
+    overview: (
+        "Overview | None"  # it has the log; None in a simulation, which prints only steps, with the name
+    )
+    now: Callable[[], float]  # the clock of ``every_s``
+    name: str  # this peer's
+    every_s: float  # least seconds from one step's line to the next
+    creator: PeerId | None = None
+    invite: Callable[[], object] = str  # makes an invitation, for when the creator is away
 
-    def __init__(
-        self,
-        optimizer: "SwarmOptimizer",
-        overview: "Overview | None",
-        now: Callable[[], float],
-        *,
-        name: str,
-        every_s: float,
-        creator: PeerId | None = None,
-        invite: Callable[[], object] = str,
-    ) -> None:
-        text = f"log_every_s={every_s!r}: pass seconds, such as 10"
-        require(isinstance(every_s, int | float) and every_s >= 0, text)
-        self._optimizer = optimizer
-        self._overview = overview
-        self._now = now
-        self._prefix = f"{name}: " if overview is None else ""
-        self._every_s = every_s
+    def __post_init__(self) -> None:
+        text = f"log_every_s={self.every_s!r}: pass seconds, such as 10"
+        require(isinstance(self.every_s, int | float) and self.every_s >= 0, text)
+        self._prefix = f"{self.name}: " if self.overview is None else ""
         self._attendance = Attendance()
-        self._printed_step = optimizer.global_step
+        self._printed_step = self.optimizer.global_step
         self._printed_at = float("-inf")
         self._looked_at = float("-inf")
         self._told: Waited | None = None  # the long wait that has its line
-        self._creator = creator
-        self._invite = invite
         self._with_creator = False
         self._creator_left = False
 
     def tick(self) -> None:
         """Print the lines of events, at most four times a second."""
         now = time.monotonic()
-        if self._overview is None or now - self._looked_at < LOOK_EVERY_S:
+        if self.overview is None or now - self._looked_at < LOOK_EVERY_S:
             return
         self._looked_at = now
-        names = self._overview.names()
-        unsaid = self._overview.unsaid
+        names = self.overview.names()
+        unsaid = self.overview.unsaid
         while unsaid:
             event = unsaid.popleft()
             if isinstance(event, PeerLeft):
                 self._attendance.reasons[event.peer] = event.reason
             elif _is_news(event):
                 _say(describe(event, names))
-        view = self._optimizer.rounds.view
+        view = self.optimizer.rounds.view
         there = {peer: record.name for peer, record in view.there.items() if peer != view.me}
         for line in self._attendance.look(there):
             _say(line)
-        self._creator_left |= self._with_creator and self._creator not in there
-        self._with_creator = self._creator in there
-        wait = self._overview.silent
-        if (
-            wait is not None
-            and wait is not self._told
-            and self._now() - wait.at + wait.seconds > _VERY_LONG_WAIT_S
-        ):
+        self._creator_left |= self._with_creator and self.creator not in there
+        self._with_creator = self.creator in there
+        wait = self.overview.silent
+        if wait is None or wait is self._told:
+            return
+        if self.now() - wait.at + wait.seconds > _VERY_LONG_WAIT_S:
             self._told = wait
             _say(f"waiting for {names.get(wait.peer[:8], wait.peer[:8])} still: {wait.what}")
 
     def on_begin(self, max_steps: int) -> None:
         """Say so if the swarm has done all steps already."""
-        step = self._optimizer.global_step
+        step = self.optimizer.global_step
         if step >= max_steps:
             print(self._prefix + done_line(step, max_steps), flush=True)
 
@@ -123,24 +112,25 @@ class ScriptLines:
         if self._creator_left:
             self._creator_left = False
             self._say_invitation()
-        step = self._optimizer.global_step
-        now = self._now()
-        is_due = step > self._printed_step and now - self._printed_at >= self._every_s
+        step = self.optimizer.global_step
+        now = self.now()
+        is_due = step > self._printed_step and now - self._printed_at >= self.every_s
         is_last = step >= max_steps > self._printed_step
         if is_due or is_last:
             self._printed_step = step
             self._printed_at = now
-            print(self._prefix + _step_line(self._optimizer, step, max_steps), flush=True)
+            print(self._prefix + _step_line(self.optimizer, step, max_steps), flush=True)
 
     def _say_invitation(self) -> None:
         # without a peer that others can reach there is none
         with suppress(SwarmError, PermissionError):
-            _say(f"who created the run is away; new friends can join by {self._invite()}", 2000)
+            _say(f"who created the run is away; new friends can join by {self.invite()}", 2000)
 
     def on_end(self, max_steps: int) -> None:
         pass
 
 
+@dataclass(eq=False)
 class CellView:
     """One line and the panel under a training cell.
 
@@ -148,19 +138,18 @@ class CellView:
     cell ends, because only then can the kernel answer the page.
     """
 
-    def __init__(self, optimizer: "SwarmOptimizer", panel: "Panel[SwarmSnapshot]", *, run: str) -> None:
-        self._optimizer = optimizer
-        self._panel = panel
-        self._elsewhere = f"in a terminal: colab-swarm status {run} --watch"
-        self._handle: Any = None
-        self._shown_at = float("-inf")
+    optimizer: "SwarmOptimizer"
+    panel: "Panel[SwarmSnapshot]"
+    run: str
+    _handle: Any = None
+    _shown_at: float = float("-inf")
 
     def on_begin(self, max_steps: int) -> None:
         from IPython.display import display
 
         line = {"text/plain": self._line(max_steps)}
         self._handle = display(line, raw=True, display_id=True)  # type: ignore[no-untyped-call]
-        self._panel.show_here()
+        self.panel.show_here()
 
     def on_batch(self, max_steps: int) -> None:
         now = time.monotonic()
@@ -169,17 +158,18 @@ class CellView:
             self._handle.update({"text/plain": self._line(max_steps)}, raw=True)
 
     def on_end(self, max_steps: int) -> None:
-        step = self._optimizer.global_step
+        step = self.optimizer.global_step
         end = "stopped: run the cell again to go on"
         if step >= max_steps:
             end = done_line(step, max_steps)
-        line = f"{_step_line(self._optimizer, step, max_steps)}; {end}"
+        line = f"{_step_line(self.optimizer, step, max_steps)}; {end}"
         self._handle.update({"text/plain": line}, raw=True)
-        self._panel.refresh()
+        self.panel.refresh()
 
     def _line(self, max_steps: int) -> str:
-        line = _step_line(self._optimizer, self._optimizer.global_step, max_steps)
-        return f"{line}, at {time.strftime('%H:%M:%S')}; {self._elsewhere}"
+        line = _step_line(self.optimizer, self.optimizer.global_step, max_steps)
+        elsewhere = f"in a terminal: colab-swarm status {self.run} --watch"
+        return f"{line}, at {time.strftime('%H:%M:%S')}; {elsewhere}"
 
 
 def done_line(step: int, max_steps: int) -> str:
