@@ -1,7 +1,6 @@
 """What a swarm shows of itself."""
 
 import pytest
-import torch
 
 import colab_swarm as cs
 from colab_swarm import events
@@ -59,12 +58,3 @@ def test_a_peer_shows_whom_it_is_linked_to_before_they_train() -> None:
         assert (me.name, me.me, me.reachable) == ("alice", True, True)
         assert (other.name, other.me, other.reachable) == (f"peer-{other.id}", False, None)
         assert repr(alice) == "Swarm(simulation, alice, 1 peer linked)"
-
-
-@pytest.mark.slow
-def test_a_trainer_shows_the_peers_that_only_help() -> None:
-    with cs.simulate(peers=2) as simulation:
-        alice = simulation.swarms["alice"]
-        alice.optimizer(torch.optim.SGD([torch.zeros(2, requires_grad=True)], lr=0.1), target_batch_size=8)
-        roles = [(peer.role, peer.me) for peer in alice.snapshot().peers]
-        assert roles == [("trainer", True), ("peer", False)]

@@ -14,7 +14,7 @@ from tests.swarm import network_of, wait
 from tests.training.toy import join_training, model
 
 QUIET = cs.NetworkOptions(lan=False)
-ACCOUNTS = {"of-ada": Account("ada", orgs=(Account("bengali"),)), "of-eve": Account("eve")}
+ALLOW = cs.Allowlist(users=("ada",))
 
 
 def linked(one: Swarm, other: Swarm) -> bool:
@@ -28,7 +28,7 @@ def received(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     async def whoami(token: str) -> Account | None:
         tokens.append(token)
-        return ACCOUNTS.get(token)
+        return Account("ada") if token == "of-ada" else None
 
     monkeypatch.setattr("colab_swarm.trust.authority.whoami", whoami)
     monkeypatch.setenv("HF_TOKEN", "of-ada")
@@ -47,8 +47,7 @@ def received(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     ids=["join", "connect", "relay", "status", "doctor"],
 )
 def test_a_token_leaves_only_with_consent(act: Callable[[str], object], received: list[str]) -> None:
-    allow = cs.Allowlist(users=("ada",))
-    with cs.create("named", allow=allow, options=QUIET) as swarm:
+    with cs.create("named", allow=ALLOW, options=QUIET) as swarm:
         try:
             told = str(act(str(swarm.invite())))
         except (JoinError, SystemExit) as refusal:
@@ -60,9 +59,8 @@ def test_a_token_leaves_only_with_consent(act: Callable[[str], object], received
 def test_who_would_get_the_token_is_said_and_with_consent_it_arrives(
     received: list[str], tmp_path: Path
 ) -> None:
-    allow = cs.Allowlist(users=("ada",))
     folder = tmp_path / "ada"
-    with cs.create("named", allow=allow, options=QUIET) as swarm:
+    with cs.create("named", allow=ALLOW, options=QUIET) as swarm:
         invite = str(swarm.invite())
         organizer = swarm.id.hex()[:8]
         with pytest.raises(JoinError, match=rf"named, peer {organizer}, would get.*send_hf_token=True"):
@@ -82,24 +80,8 @@ def test_another_run_gets_no_token_even_with_consent(received: list[str]) -> Non
         with cs.join(invite, peer_name="ada", options=QUIET, send_hf_token=True) as ada:
             assert linked(swarm, ada) and network_of(ada).access.token == ""
     assert received == []
-
-
-def test_an_allowlist_admits_its_users_and_says_what_others_can_do(
-    monkeypatch: pytest.MonkeyPatch, received: list[str]
-) -> None:
-    allow = cs.Allowlist(organisations=("Bengali",))
-    with cs.create("named", allow=allow, options=QUIET) as swarm:
-        invite = swarm.invite()
-        monkeypatch.setenv("HF_TOKEN", "of-eve")
-        with pytest.raises(JoinError) as refused:
-            cs.join(invite, peer_name="eve", options=QUIET, send_hf_token=True)
-        help_text = str(refused.value)
-        assert "eve" in help_text and 2 <= len(help_text.splitlines()) <= 4 and "of-eve" not in help_text
-        monkeypatch.setenv("HF_TOKEN", "of-ada")
-        with cs.join(invite, peer_name="ada", options=QUIET, send_hf_token=True) as ada:
-            assert linked(swarm, ada)
     with pytest.raises(ValueError, match="lets everyone in"):
-        cs.create("named", access="open", allow=cs.Allowlist(users=("ada",)), options=QUIET)
+        cs.create("named", access="open", allow=ALLOW, options=QUIET)
 
 
 def test_a_viewer_may_look_but_not_train_and_a_counted_invitation_is_used_up() -> None:
@@ -134,16 +116,3 @@ def test_a_revoked_peer_is_out_everywhere_as_are_peers_of_a_revoked_invitation()
             with pytest.raises(ValueError, match="matches 0 peers"):
                 swarm.remove_peer("zz")
         bob.leave()
-
-
-def test_an_organizer_that_comes_back_is_the_same_run(tmp_path_factory: pytest.TempPathFactory) -> None:
-    options = cs.NetworkOptions(lan=False, identity=tmp_path_factory.mktemp("keys") / "key")
-    with cs.create("again", options=options) as swarm:
-        first, invite = swarm.run_id, swarm.invite(uses=1)
-        cs.join(invite, peer_name="bob", options=QUIET).leave()
-    with cs.create("again", options=options) as swarm:
-        assert swarm.run_id == first
-        with cs.join(swarm.invite(), peer_name="carol", options=QUIET) as carol:
-            assert linked(swarm, carol)
-    with pytest.raises(ValueError, match="'again'"):
-        cs.create("another", options=options)

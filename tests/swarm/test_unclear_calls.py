@@ -29,15 +29,14 @@ def adam() -> torch.optim.Optimizer:
     [
         (lambda swarm: torch.save(mixture(swarm), io.BytesIO()), "save model.state_dict()"),
         (lambda swarm: pickle.dumps(swarm.experts.expert("ffn.0.0", grid=(2, 2))), "save model.state_dict()"),
-        (lambda swarm: torch.save({"model": mixture(swarm)}, io.BytesIO()), "save model.state_dict()"),
         (pickle.dumps, "may call cs.join(INVITATION)"),
-        (copy.copy, "may call cs.join(INVITATION)"),
         (copy.deepcopy, "may call cs.join(INVITATION)"),
         (lambda swarm: pickle.dumps(swarm.panel()), "keep swarm.snapshot() instead"),
         (lambda swarm: copy.deepcopy(swarm.panel()), "keep swarm.snapshot() instead"),
-        (lambda swarm: torch.save([swarm.panel()], io.BytesIO()), "keep swarm.snapshot() instead"),
-        (lambda swarm: swarm.optimizer(adam(), 256), "name what you pass, as in target_batch_size=256"),
-        (lambda swarm: swarm.optimizer(adam(), 256, model=toy.model()), "swarm.optimizer(…, 256): name"),
+        (
+            lambda swarm: swarm.optimizer(adam(), 256),
+            "(…, 256): name what you pass, as in target_batch_size=256",
+        ),
         (lambda swarm: swarm.optimizer(adam(), toy.model(), 256), "name what you pass"),
     ],
 )
