@@ -22,26 +22,23 @@ def facts(title: str, figures: Mapping[str, object], columns: Sequence[str] = ()
 
     ``figures`` are values by name, above a table of `MAX_FACT_ROWS` of the ``rows`` at most.
     """
-    html_parts = [f"<div><b>{text(title)}</b>"]
+    heading = f'<th scope="{{}}" style="{CELL}">{{}}</th>'.format
+    cell = f'<td style="{CELL}">{{}}</td>'.format
+    parts = [f"<div><b>{text(title)}</b>"]
     if figures:
-        html_parts.append("<table>")
-        for name, value in figures.items():
-            html_parts.append(f'<tr><th scope="row" style="{CELL}">{text(name)}</th>')
-            html_parts.append(f'<td style="{CELL}">{text(str(value))}</td></tr>')
-        html_parts.append("</table>")
+        lines = [
+            f"<tr>{heading('row', text(name))}{cell(text(str(value)))}</tr>"
+            for name, value in figures.items()
+        ]
+        parts += ["<table>", *lines, "</table>"]
     if rows:
-        html_parts.append("<table><tr>")
-        html_parts += [f'<th scope="col" style="{CELL}">{text(column)}</th>' for column in columns]
-        html_parts.append("</tr>")
-        for row in rows[:MAX_FACT_ROWS]:
-            cells = "".join(f'<td style="{CELL}">{text(cell)}</td>' for cell in row)
-            html_parts.append(f"<tr>{cells}</tr>")
-        html_parts.append("</table>")
+        titles = [heading("col", text(column)) for column in columns]
+        lines = [f"<tr>{''.join(cell(text(words)) for words in row)}</tr>" for row in rows[:MAX_FACT_ROWS]]
+        parts += ["<table><tr>", *titles, "</tr>", *lines, "</table>"]
     more = len(rows) - MAX_FACT_ROWS
     if more > 0:
-        html_parts.append(f"<p>and {more:,} more</p>")
-    html_parts.append("</div>")
-    return "".join(html_parts)
+        parts.append(f"<p>and {more:,} more</p>")
+    return "".join([*parts, "</div>"])
 
 
 def settings(of: Any) -> str:

@@ -63,12 +63,14 @@ class Background(Generic[T]):
         self._every_s = every_s
         self._value: T | None = None
         self._began_at = _NEVER
-        self._reading = threading.Lock()
+        self._thread = threading.Thread()
 
     def look(self, now: float) -> T | None:
-        if now - self._began_at >= self._every_s and self._reading.acquire(blocking=False):
+        """Return the last reading, or None; begin another one if that is due and none goes on."""
+        if now - self._began_at >= self._every_s and not self._thread.is_alive():
             self._began_at = now
-            threading.Thread(target=self._run, name="colab-swarm-reading", daemon=True).start()
+            self._thread = threading.Thread(target=self._run, name="colab-swarm-reading", daemon=True)
+            self._thread.start()
         return self._value
 
     def _run(self) -> None:
@@ -77,8 +79,6 @@ class Background(Generic[T]):
         except Exception:
             # the peer may have left meanwhile; the last reading stays
             logger.debug("reading for the panel failed", exc_info=True)
-        finally:
-            self._reading.release()
 
 
 class Overview:
@@ -260,14 +260,10 @@ class Overview:
         for optimizer in self._optimizers.values():
             for peer, record in optimizer.rounds.view.all.items():
                 names[peer] = record.name
-        matches = []
-        for peer, name in names.items():
-            if text == name or peer.hex().startswith(text.lower()):
-                matches.append(peer)
-        problem = f"{text!r} matches {len(matches)} peers, expected exactly one"
-        if matches:
-            problem += f": {', '.join(map(short, matches))}"
-        require(len(matches) == 1, problem)
+        start = text.lower()
+        matches = [peer for peer, name in names.items() if text == name or peer.hex().startswith(start)]
+        found = f": {', '.join(map(short, matches))}" if matches else ""
+        require(len(matches) == 1, f"{text!r} matches {len(matches)} peers, expected exactly one{found}")
         return matches[0]
 
     def _records(self, now: float) -> Records:
@@ -277,10 +273,7 @@ class Overview:
             view = trained.rounds.view
             return dict(view.all), dict(view.assistants)
         reading = None if self._trainers is None else self._trainers.look(now)
-        if reading is None:
-            return {}, {}
-        trainers, assistants, _ = reading
-        return trainers, assistants
+        return ({}, {}) if reading is None else reading[:2]
 
     def _contributions(self, now: float) -> tuple[ContributionRow, ...]:
         """Return the rows of the leaderboard; meanwhile this peer's own counts of its rounds."""

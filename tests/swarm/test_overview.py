@@ -90,19 +90,15 @@ def test_a_reducer_sees_the_trainers() -> None:
 
 
 def test_slow_readings_run_in_the_background_and_a_failure_keeps_the_last() -> None:
-    go_on, done, readings = threading.Semaphore(0), threading.Semaphore(0), iter([1, 2])
+    go_on, readings = threading.Semaphore(0), iter([1, 2])
 
     def read() -> int:
         go_on.acquire()
-        try:
-            return next(readings)
-        finally:
-            done.release()
+        return next(readings)
 
     def finish() -> None:
         go_on.release()
-        assert done.acquire(timeout=10) and background._reading.acquire(timeout=10)
-        background._reading.release()
+        background._thread.join(10)
 
     background = Background(read, every_s=30.0)
     assert background.look(0.0) is None and background.look(31.0) is None  # the first one still reads
