@@ -89,10 +89,7 @@ def test_the_loop_is_asyncios_own_whatever_the_policy() -> None:
     assert runtime.call(asyncio.sleep(0, "done")) == "done"
     assert type(runtime._loop).__module__.startswith("asyncio.")
     runtime.close()
-
-
-@pytest.mark.usefixtures("policy")
-def test_a_simulation_runs_under_any_policy() -> None:
+    # that of a simulation too
     assert run_virtual(asyncio.sleep(3600.0, "done")) == "done"
 
 
@@ -143,19 +140,16 @@ def test_a_thread_that_waits_keeps_a_view_live_until_it_is_forgotten(runtime: Ru
     runtime.call(asyncio.sleep(0.7))
     other.join()
     seen = watcher.threads
-    assert seen and set(seen) == {threading.current_thread().name}
+    looks = len(seen)
+    for _ in range(3):
+        # short calls keep it live too
+        runtime.call(asyncio.sleep(0))
+    assert looks > 1 and len(seen) >= looks + 3
+    assert set(seen) == {threading.current_thread().name}
     del watcher
     before = len(seen)
     runtime.call(asyncio.sleep(0.3))
     assert len(seen) == before
-
-
-def test_short_calls_keep_a_view_live_too(runtime: Runtime) -> None:
-    watcher = Watcher()
-    runtime.while_waiting(watcher.look)
-    for _ in range(3):
-        runtime.call(asyncio.sleep(0))
-    assert len(watcher.threads) >= 3
 
 
 def test_ctrl_c_cancels_the_coroutine_and_is_raised(runtime: Runtime) -> None:

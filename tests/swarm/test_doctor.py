@@ -297,40 +297,22 @@ def test_a_measured_step_changes_nothing(
     toy.alone(train)
 
 
-@pytest.mark.parametrize(
-    ("local_steps", "measured", "alone_s"),
-    [(1, [["backward"], ["backward"]], 0.25), (2, [["backward"], ["backward"], ["AdamW"]], 0.5)],
-)
+@pytest.mark.parametrize(("local_steps", "alone_s"), [(1, 0.25), (2, 0.25 + 0.25)])
 def test_the_optimizers_step_counts_where_each_peer_takes_it(
-    local_steps: int, measured: list[list[str]], alone_s: float, monkeypatch: pytest.MonkeyPatch
+    local_steps: int, alone_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    turns: list[list[str]] = [[]]
-    step = torch.optim.AdamW.step
-
-    def watched(inner: torch.optim.AdamW, closure: Any = None) -> None:
-        turns[-1].append("AdamW")
-        step(inner, closure)
-
     def measure(work: Any, seconds: float, min_passes: int) -> float:
-        turns.append([])
         work()
         return 4.0
 
-    def train(swarm: cs.Swarm) -> None:
+    def train(swarm: cs.Swarm) -> float:
         net = Noisy()
         way = cs.Communication(local_steps=local_steps)
         optimizer = swarm.optimizer(adamw(net), target_batch_size=8, model=net, communication=way)
-        monkeypatch.setattr(torch.optim.AdamW, "step", watched)
         monkeypatch.setattr(calibration, "_measure", measure)
+        return calibrate_step(optimizer, lambda: backward(net))
 
-        def compute() -> None:
-            turns[-1].append("backward")
-            backward(net)
-
-        assert calibrate_step(optimizer, compute) == alone_s
-        assert turns[1:] == measured
-
-    toy.alone(train)
+    assert toy.alone(train) == alone_s
 
 
 @pytest.mark.parametrize("does", ["nothing", "a step", "a step after backward()", "all, without its model"])
