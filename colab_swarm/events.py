@@ -5,7 +5,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, TypeVar
 
 logger = logging.getLogger(__name__)
 Bottleneck: TypeAlias = Literal["", "none", "upload", "download", "upload and download"]
@@ -160,6 +160,9 @@ class Fault(Event):
         return cls(at, where, f"{type(error).__name__}: {error}")
 
 
+E = TypeVar("E", bound=Event)
+
+
 class EventLog:
     """The last events of one peer, and the listeners for new ones. Thread-safe."""
 
@@ -191,6 +194,6 @@ class EventLog:
 
         return stop
 
-    def recent(self, kind: type[Event] = Event) -> list[Event]:
+    def recent(self, kind: type[E] = Event) -> list[E]:  # type: ignore[assignment]
         with self._lock:
             return [event for event in self._events if isinstance(event, kind)]

@@ -273,9 +273,7 @@ def rest(communication: Communication, numel: int, scale: int = 1) -> tuple[floa
         sent = []
         for swarm in simulation.swarms.values():
             # without the first: it waits for all to come
-            for event in swarm.events.recent(RoundFinished)[1:]:
-                if isinstance(event, RoundFinished):
-                    sent.append(event.sent_bytes)
+            sent += [event.sent_bytes for event in swarm.events.recent(RoundFinished)[1:]]
     return 1 - statistics.mean(computed), statistics.mean(sent)
 
 

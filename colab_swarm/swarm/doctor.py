@@ -87,9 +87,7 @@ class Gpus:
     free_bytes: int  # of the first
     total_bytes: int
     capability: tuple[int, int]  # such as (7, 5) of a T4
-    architectures: Sequence[
-        str
-    ]  # that torch was built for, such as ``sm_75`` and ``compute_90``; empty if unknown
+    architectures: Sequence[str]  # of torch's build, as ``sm_75``, ``compute_90``; empty if unknown
     bfloat16: bool  # whether they compute in it themselves: in emulation all do
 
 
@@ -127,12 +125,9 @@ class Diagnosis:
             verdict = "fix the problems before you train"
         elif numbers[YELLOW]:
             verdict = "ready to train, with warnings"
-        lights = [
-            f"{numbers[light]} {light.symbol} {light.word}"
-            for light in (GREEN, YELLOW, RED)
-            if numbers[light]
-        ]
-        return f"{verdict}: {', '.join(lights)}"
+        seen = [light for light in (GREEN, YELLOW, RED) if numbers[light]]
+        lights = ", ".join(f"{numbers[light]} {light.symbol} {light.word}" for light in seen)
+        return f"{verdict}: {lights}"
 
     def _document(self) -> theme.Document:
         summary = self._summary()
@@ -204,7 +199,10 @@ def doctor(
         check_compute(cores(), free_ram_bytes(), gpus, subject),
         *of_gpus,
     ]
-    checks += [check_addresses(here, own_ips())] if swarm is None else _swarm_checks(swarm)
+    if swarm is None:
+        checks.append(check_addresses(here, own_ips()))
+    else:
+        checks += _swarm_checks(swarm)
     if step is not None:
         checks += _step_checks(swarm, step)
     return Diagnosis(tuple(checks))

@@ -431,8 +431,7 @@ def assemble(
 async def find_others(services: PeerServices, entries: Sequence[Contact]) -> None:
     """Join the DHT through the entries; raise `JoinError` if there are some and none answered."""
     if entries and await services.dht.bootstrap(entries) == 0:
-        events = services.events.recent(PeerLeft)
-        reasons = {event.reason for event in events if isinstance(event, PeerLeft)}
+        reasons = {event.reason for event in services.events.recent(PeerLeft)}
         reason = "; ".join(sorted(reasons)) or "they do not answer"
         raise JoinError(
             f"the peers of this invitation do not admit this peer: {reason}. Ask for a new invitation"

@@ -116,7 +116,7 @@ class Overview:
                 lambda: runtime.call(read_participants(services.dht, prefix)), every_s=3.0
             )
         services.events.listen(self._on_event)
-        for event in services.events.recent():
+        for event in services.events.recent(Event):
             self._on_event(event)
 
     def _on_event(self, event: Event) -> None:

@@ -52,9 +52,7 @@ class ScriptLines:
     """Prints the lines on the user's thread: after each batch, and while that thread waits for a round."""
 
     optimizer: "SwarmOptimizer"
-    overview: (
-        "Overview | None"  # it has the log; None in a simulation, which prints only steps, with the name
-    )
+    overview: "Overview | None"  # has the log; None in a simulation, which prints steps with the name
     now: Callable[[], float]  # the clock of ``every_s``
     name: str  # this peer's
     every_s: float  # least seconds from one step's line to the next

@@ -539,7 +539,7 @@ def test_a_peer_is_told_once_of_data_that_all_may_read_in_one_order(
         batches = swarm.batches(data, optimizer, max_steps=1)
         for _ in range(2 * sum(1 for _ in data) + 1):
             next(batches)
-        return [event.text for event in swarm.events.recent(Notice) if isinstance(event, Notice)]
+        return [event.text for event in swarm.events.recent(Notice)]
 
     notices = toy.alone(train)
     assert len(notices) == bool(said) and all(re.search(said, notice) for notice in notices)

@@ -84,7 +84,7 @@ def test_a_stop_that_fails_at_the_sessions_end_skips_neither_the_others_nor_leav
     network.stops += [fail, stopped.set]
     network.end_session(SessionClock("Binder", alice.runtime.time(), 2.0, 1.9), {}, alice.leave)
     assert stopped.is_set() and alice.left
-    faults = [(fault.where, fault.text) for fault in alice.events.recent(Fault) if isinstance(fault, Fault)]
+    faults = [(fault.where, fault.text) for fault in alice.events.recent(Fault)]
     assert faults == [("leaving at the session's end", "ZeroDivisionError: a bug")]
 
 

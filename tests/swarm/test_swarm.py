@@ -111,7 +111,7 @@ def test_four_peers_with_unequal_batches_equal_one_process(alice: Swarm) -> None
         results = list(pool.map(lambda swarm: train_own_rows(swarm, 20, meet), swarms))
     for swarm in swarms[1:]:
         swarm.leave()
-    rounds = [one for one in alice.events.recent(RoundFinished) if isinstance(one, RoundFinished)]
+    rounds = alice.events.recent(RoundFinished)
     assert [len(one.contributors) for one in rounds] == 20 * [4]
     assert len({lineage for _, lineage in results}) == 1
     for parameters, _ in results:
