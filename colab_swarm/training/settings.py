@@ -176,9 +176,9 @@ class TrainingSettings:
             )
         require(
             samples <= MOST_TARGETS * self.target_batch_size,
-            f"samples={samples:g} is over {MOST_TARGETS:g} times target_batch_size={self.target_batch_size:g}: both count "
-            "the same thing, such as sentences or tokens",
-            SampleCountError,
+            f"samples={samples:g} is over {MOST_TARGETS:g} times target_batch_size={self.target_batch_size:g}: both "
+            "count the same thing, such as sentences or tokens",
+            StepError,
         )
         if self.weight_unit == "samples":
             require(

@@ -115,7 +115,7 @@ def test_a_nan_gradient_is_dropped_and_reported() -> None:
 def test_a_senseless_number_of_samples_raises_at_once(samples: object) -> None:
     def train(swarm: Swarm) -> None:
         optimizer = toy.join_training(swarm, toy.model())
-        with pytest.raises(ValueError, match="pass the size of the batch|over 100 times target_batch_size"):
+        with pytest.raises(ValueError, match=r"pass the size of the batch|over 100 times target_batch_size"):
             optimizer.step(samples=samples)  # type: ignore[arg-type]
 
     toy.alone(train)
