@@ -179,6 +179,11 @@ class SwarmSnapshot:
     kept: KeptModel | None = None  # its checkpoints here; None if this peer keeps none
     at: float = 0.0  # when the snapshot was taken, seconds since the epoch; 0 if unknown
 
+    @property
+    def over(self) -> bool:
+        """True once this peer has left: nothing will change any more."""
+        return self.state == "left"
+
 
 def _round(event: events.RoundFinished) -> str:
     text = f"round {event.step}: {count(event.group_size, 'peer')}, {event.seconds:.2f} s"

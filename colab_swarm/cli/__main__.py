@@ -509,7 +509,7 @@ def coordinate(
     tunnel: Tunnel | None = Option(None, help="open a public https address"),
     open: bool = Option(False, "--open", help="accept volunteers without the link's secret"),
 ) -> None:
-    from colab_swarm.notebook.units_view import draw_job, job_line
+    from colab_swarm.notebook.units_view import draw_job
     from colab_swarm.workunits.coordinator import coordinate as hand_out
 
     options = _given(
@@ -530,7 +530,7 @@ def coordinate(
             if done:
                 report(output, "finished", draw_job(state).text(), since=state.since, **facts)
             else:
-                report(output, "status", job_line(state), epoch=state.epoch, **facts)
+                report(output, "status", draw_job(state).line, epoch=state.epoch, **facts)
         time.sleep(LAST_UNITS_S)
 
 
@@ -549,7 +549,7 @@ def volunteer(
     trust_code: bool = Option(False, "--trust-code", help="run the code that the coordinator sends"),
     hours: Hours = None,
 ) -> None:
-    from colab_swarm.notebook.units_view import volunteer_line
+    from colab_swarm.notebook.units_view import draw_volunteer
     from colab_swarm.workunits.volunteering import volunteer as train_units
 
     until = time.monotonic() + 3600 * (hours or MAX_HOURS)
@@ -560,7 +560,7 @@ def volunteer(
 
     def report_state(event: str) -> None:
         state = volunteering.snapshot()
-        report(output, event, volunteer_line(state), state=state.state, accepted=state.accepted)
+        report(output, event, draw_volunteer(state).line, state=state.state, accepted=state.accepted)
 
     reported_at = float("-inf")
     try:

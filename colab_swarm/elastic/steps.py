@@ -86,7 +86,7 @@ class ElasticSnapshot:
     member: int  # its number
     members: int  # the group's size at its start
     steps: tuple[ElasticStep, ...]  # the latest, oldest first
-    left: bool  # whether it has left the group
+    over: bool  # whether it has left the group
 
 
 Squares = Annotated[float, msgspec.Meta(ge=0, lt=sys.float_info.max)]  # a finite squared norm

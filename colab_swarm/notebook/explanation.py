@@ -63,7 +63,7 @@ class Explanation:
         return self._document().text()
 
     def _document(self) -> Document:
-        document = Document(self.title, label="an error explained", line=self.title)
+        document = Document(self.title, label="an error explained")
         document.warn(self.cause, "cause:")
         document.warn(self.fix, "fix:  ")
         return document

@@ -103,7 +103,7 @@ class LanSwarms(tuple[LanSwarm, ...]):
     """The swarms found in the local network; join an open one with ``cs.join(found[0])``."""
 
     def _document(self) -> Document:
-        document = Document("", label="swarms in this network")
+        document = Document(label="swarms in this network")
         rows = []
         for index, swarm in enumerate(self):
             way = "by invitation: ask its peers for one"
@@ -112,7 +112,7 @@ class LanSwarms(tuple[LanSwarm, ...]):
             rows.append((f"[{index}] {swarm.run}", ", ".join(swarm.names), way))
         document.table(("swarm", "peers", "how to join"), rows, list, what="swarms in this network")
         if not self:
-            document.draw(f"<p>{html.escape(NONE)}</p>", NONE)
+            document.note(NONE)
         return document
 
     def __repr__(self) -> str:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, TypeAlias
 
-from colab_swarm.markup import count, plain, text
+from colab_swarm.markup import count, plain
 from colab_swarm.notebook import theme
 from colab_swarm.notebook.panel import WRAPPING, Views, make_button, update_button
 from colab_swarm.snapshot import PeerRow
@@ -49,6 +49,15 @@ class SimulationSnapshot:
     speed: float = 0.0  # virtual seconds per second
     error: str = ""  # raised by a peer's code; empty if none
 
+    @property
+    def over(self) -> bool:
+        """True once its run has ended."""
+        return self.state in OVER
+
+    @property
+    def paused(self) -> bool:
+        return self.state == "paused"
+
 
 def describe_fault(name: str, arguments: Sequence[object]) -> str:
     if name == "partition":
@@ -59,13 +68,12 @@ def describe_fault(name: str, arguments: Sequence[object]) -> str:
     return f"{name} {', '.join(map(str, arguments))}".strip()
 
 
-def summary(snapshot: SimulationSnapshot) -> str:
-    return f"{snapshot.state} at {snapshot.at:.1f} s: {_peers(snapshot)}"
-
-
 def draw(snapshot: SimulationSnapshot) -> theme.Document:
-    state = f"after {snapshot.at:.1f} s on {snapshot.network}"
-    document = theme.Document(_peers(snapshot), state, label="simulated swarm", line=summary(snapshot))
+    alive = [peer for peer in snapshot.peers if peer.role not in ("crashed", "left")]
+    step = max((peer.step for peer in alive), default=0)
+    title = f"{count(len(alive), 'peer')} at step {step}"
+    state = f"{snapshot.state} after {snapshot.at:.1f} s on {snapshot.network}"
+    document = theme.Document(title, state, label="simulated swarm")
     run = snapshot.state
     if run == "playing":
         run = f"{snapshot.speed:g}× real time"
@@ -79,14 +87,13 @@ def draw(snapshot: SimulationSnapshot) -> theme.Document:
 
 
 def _cells(peer: PeerRow) -> tuple[theme.Cell, ...]:
-    state = plain(peer.role, 40)
     hue, symbol = _SYMBOLS.get(peer.role, ("soft", "•"))
     loss = ""
     if peer.loss is not None and math.isfinite(peer.loss):
         loss = f"{peer.loss:.3f}"
     return (
         plain(peer.name, 40),
-        (state, theme.mark(hue, symbol, text(state))),
+        theme.mark(hue, symbol, plain(peer.role, 40)),
         str(peer.step),
         f"{peer.samples:,.0f}",
         f"{peer.samples_per_s:,.1f}",
@@ -94,21 +101,7 @@ def _cells(peer: PeerRow) -> tuple[theme.Cell, ...]:
     )
 
 
-def _peers(snapshot: SimulationSnapshot) -> str:
-    alive = [peer for peer in snapshot.peers if peer.role not in ("crashed", "left")]
-    step = max((peer.step for peer in alive), default=0)
-    return f"{count(len(alive), 'peer')} at step {step}"
-
-
-LESSON: Views[SimulationSnapshot] = Views(
-    draw,
-    summary,
-    lambda snapshot: snapshot.state in OVER,
-    who="run",
-    leave=("End run", "Ended"),
-    first="peers",
-    paused=lambda snapshot: snapshot.state == "paused",
-)
+LESSON: Views[SimulationSnapshot] = Views(draw, who="run", leave=("End run", "Ended"), first="peers")
 
 
 class LessonControls:
@@ -160,7 +153,7 @@ class LessonControls:
             self._peer.value = chosen if chosen in names else names[0]
         self._alive = {peer.name for peer in snapshot.peers if peer.role != "crashed"}
         self._enable_buttons()
-        if snapshot.state in OVER:
+        if snapshot.over:
             for row in self.rows:
                 for widget in row.children:
                     widget.disabled = True

@@ -1,12 +1,10 @@
 """Panels of the experts of a grid, and of an elastic member's inconsistency. Pure functions."""
 
-from collections.abc import Callable
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from colab_swarm.markup import count, milliseconds
 from colab_swarm.notebook import theme
-from colab_swarm.notebook.panel import Panel, Views
+from colab_swarm.notebook.panel import Views
 
 if TYPE_CHECKING:
     from colab_swarm.elastic.steps import ElasticSnapshot
@@ -19,13 +17,12 @@ SERVED = ("my expert", "step", "waiting", "batch", "calls/s", "samples/s", "late
 RECENT = 20  # steps in the means of waiting and missing
 
 
-def summarize_experts(snapshot: "ExpertsSnapshot") -> str:
-    grid = snapshot.grid
+def _state_of(snapshot: "ExpertsSnapshot") -> str:
     if not snapshot.listed:
-        return f"{grid}: looking up the experts"
+        return "looking up the experts"
     hosts = {expert.host for expert in snapshot.live}
-    places = count(grid.size, "place")
-    line = f"{grid}: {len(snapshot.live):,} of {places} live on {count(len(hosts), 'host')}"
+    places = count(snapshot.grid.size, "place")
+    line = f"{len(snapshot.live):,} of {places} live on {count(len(hosts), 'host')}"
     if snapshot.left_out:
         line += f", {len(snapshot.left_out):,} left out"
     if snapshot.dead:
@@ -40,8 +37,7 @@ def summarize_experts(snapshot: "ExpertsSnapshot") -> str:
 
 def draw_experts(snapshot: "ExpertsSnapshot") -> theme.Document:
     """Return the grid with a bar for each use, and this peer's experts."""
-    title, state = summarize_experts(snapshot).split(": ", 1)
-    document = theme.Document(title, state, label=f"experts of {snapshot.grid}")
+    document = theme.Document(str(snapshot.grid), _state_of(snapshot), label=f"experts of {snapshot.grid}")
     if snapshot.fault:
         document.warn(f"the last lookup failed and is retried: {snapshot.fault}")
     none_lives = snapshot.listed and not snapshot.live
@@ -52,8 +48,9 @@ def draw_experts(snapshot: "ExpertsSnapshot") -> theme.Document:
         if len(snapshot.left_out) > _MAX_NAMED:
             names += " …"
         document.warn(f"not called for a while because they failed this peer: {names}")
-    rows = [_failed_cells(uid, "! left out") for uid in snapshot.left_out]
-    rows += [_failed_cells(uid, "x dead") for uid in snapshot.dead]
+    rows: list[tuple[theme.Cell, ...]] = []
+    for state, uids in (("! left out", snapshot.left_out), ("x dead", snapshot.dead)):
+        rows += [(uid, state, "", "", "") for uid in uids]
     most_used_first = sorted(snapshot.live, key=lambda expert: expert.share or 0.0, reverse=True)
     rows += map(_live_cells, most_used_first)
     document.table(EXPERTS, rows, lambda cells: cells, numbers=(3,), what="experts")
@@ -61,14 +58,8 @@ def draw_experts(snapshot: "ExpertsSnapshot") -> theme.Document:
     return document
 
 
-def _failed_cells(uid: str, state: str) -> tuple[theme.Cell, ...]:
-    return uid, state, "", "", ""
-
-
 def _live_cells(expert: "LiveExpert") -> tuple[theme.Cell, ...]:
-    share = "–"
-    if expert.share is not None:
-        share = f"{expert.share:.0%}"
+    share = "–" if expert.share is None else f"{expert.share:.0%}"
     bar = theme.bar(expert.share or 0.0, f"{share} of the updates")
     host = expert.host
     if expert.mine:
@@ -77,9 +68,7 @@ def _live_cells(expert: "LiveExpert") -> tuple[theme.Cell, ...]:
 
 
 def _served_cells(expert: "ExpertStatistics") -> tuple[str, ...]:
-    batch = "–"
-    if expert.batch_size is not None:
-        batch = f"{expert.batch_size:,.0f}"
+    batch = "–" if expert.batch_size is None else f"{expert.batch_size:,.0f}"
     return (
         expert.uid,
         f"{expert.step:,}",
@@ -91,33 +80,8 @@ def _served_cells(expert: "ExpertStatistics") -> tuple[str, ...]:
     )
 
 
-_EXPERTS_VIEWS: "Views[ExpertsSnapshot]" = Views(
-    draw_experts, summarize_experts, lambda snapshot: snapshot.over
-)
-
-
-def show_experts(
-    read: "Callable[[], ExpertsSnapshot]", stop: Callable[[], None], hosting: bool
-) -> "Panel[ExpertsSnapshot]":
-    """Return a panel of experts; its button calls ``stop``: stop hosting, or leave the swarm."""
-    views = _EXPERTS_VIEWS
-    if hosting:
-        views = replace(views, who="host", leave=("Stop hosting", "Stopped"))
-    return Panel(read, stop, views=views)
-
-
-def summarize_elastic(snapshot: "ElasticSnapshot") -> str:
-    if not snapshot.steps:
-        return f"{snapshot.scheduler}: no step yet, {snapshot.members} members"
-    last = snapshot.steps[-1]
-    line = f"{snapshot.scheduler}: step {last.step:,}, {snapshot.members} members"
-    if last.lost:
-        line += f", {len(last.lost)} lost"
-    values = [f"{value} {words}" for words, value in _figures(snapshot).items()]
-    line += f"; inconsistency {', '.join(values)}"
-    if snapshot.left:
-        line += "; left"
-    return line
+EXPERTS_VIEWS: "Views[ExpertsSnapshot]" = Views(draw_experts)
+HOST_VIEWS: "Views[ExpertsSnapshot]" = Views(draw_experts, who="host", leave=("Stop hosting", "Stopped"))
 
 
 def _figures(snapshot: "ElasticSnapshot") -> dict[str, str]:
@@ -135,26 +99,30 @@ def _figures(snapshot: "ElasticSnapshot") -> dict[str, str]:
 
 def draw_elastic(snapshot: "ElasticSnapshot") -> theme.Document:
     """Return the meter: figures, the measured inconsistency under its bound, a warning."""
-    title, state = summarize_elastic(snapshot).split(": ", 1)
-    document = theme.Document(title, state, label="inconsistency of this member")
+    label = "inconsistency of this member"
     if not snapshot.steps:
-        return document
-    document.figures(_figures(snapshot))
+        state = f"no step yet, {snapshot.members} members"
+        return theme.Document(snapshot.scheduler, state, label=label)
+    figures = _figures(snapshot)
+    last = snapshot.steps[-1]
+    state = f"step {last.step:,}, {snapshot.members} members"
+    if last.lost:
+        state += f", {len(last.lost)} lost"
+    values = [f"{value} {words}" for words, value in figures.items()]
+    state += f"; inconsistency {', '.join(values)}"
+    if snapshot.over:
+        state += "; left"
+    document = theme.Document(snapshot.scheduler, state, label=label)
+    document.figures(figures)
     measured = [(step.step, step.inconsistency) for step in snapshot.steps]
     bounds = [(step.step, step.bound) for step in snapshot.steps if step.bound is not None]
-    chart = theme.curve(measured, limit=bounds, label="inconsistency", from_zero=True, width=760)
-    if chart:
-        document.draw(chart)
-        bound = "no bound is known for this codec"
-        if bounds:
-            bound = "dashed: bound in theory"
-        document.note(f"solid: measured, ||x - v|| / learning rate; {bound}")
-    if snapshot.steps[-1].passed:
+    bound = "dashed: bound in theory" if bounds else "no bound is known for this codec"
+    legend = f"solid: measured, ||x - v|| / learning rate; {bound}"
+    document.curve(measured, legend=legend, limit=bounds, label="inconsistency")
+    if last.passed:
         far = "The peers are further apart than the bound of this scheduler allows"
         document.warn(f"{far}: increase beta, or use a shorter timeout or less compression.")
     return document
 
 
-ELASTIC_VIEWS: "Views[ElasticSnapshot]" = Views(
-    draw_elastic, summarize_elastic, lambda snapshot: snapshot.left, stops=True
-)
+ELASTIC_VIEWS: "Views[ElasticSnapshot]" = Views(draw_elastic, stops=True)

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from colab_swarm.notebook import views
 from colab_swarm.notebook.platforms import has_frontend
@@ -38,7 +38,17 @@ PLAY_STYLE = """<style>.cs-live,.cs-live button{width:auto!important;flex:none!i
 .cs-live i.fa-play::before{content:"\\f204";content:"\\f204"/"off"}
 .cs-live i.fa-pause::before{content:"\\f205";content:"\\f205"/"on"}</style>"""
 WRAPPING = {"flex_flow": "row wrap"}
-S = TypeVar("S")
+
+
+class Snapshot(Protocol):
+    """What a panel shows; one of a view that can pause has ``paused`` too."""
+
+    @property
+    def over(self) -> bool:
+        """True once nothing will change any more."""
+
+
+S = TypeVar("S", bound=Snapshot)
 
 
 @dataclass(frozen=True)
@@ -49,24 +59,18 @@ class Page(Generic[S]):
 
 @dataclass(frozen=True)
 class Views(Generic[S]):
-    draw: Callable[[S], Document]  # returns the first page
-    line: Callable[[S], str]  # sums it up in one line
-    over: Callable[[S], bool]  # whether nothing will change any more
+    draw: Callable[[S], Document]  # returns the first page, whose first line sums it up
     who: str = "peer"  # what continues when the user stops watching
     leave: tuple[str, str] = ("Leave swarm", "Left")  # the last button, before and after the click
     first: str = "overview"  # name of the first page
     pages: Mapping[str, Page[S]] = field(default_factory=dict)  # further pages by name
-    paused: Callable[[S], bool] = lambda snapshot: False  # for panels that can pause
     stops: bool = False  # whether to offer a button that interrupts the running cell
 
 
 SWARM: Views[SwarmSnapshot] = Views(
     views.draw,
-    views.summary,
-    lambda snapshot: snapshot.state == "left",
     first="swarm",
     pages={"rounds": Page(views.draw_rounds, ("rounds back", views.RECENT - 1)), "map": Page(views.draw_map)},
-    paused=lambda snapshot: snapshot.paused,
     stops=True,
 )
 
@@ -247,8 +251,8 @@ class Panel(Generic[S]):
             snapshot = self._read()
             if self._box is not None:
                 self._view.value = self._draw(self._pages[self._page], snapshot).html()
-                self._left = self._left or self._views.over(snapshot)
-                self._paused = self._views.paused(snapshot)
+                self._left = self._left or snapshot.over
+                self._paused = getattr(snapshot, "paused", False)
                 self._show_buttons()
         return snapshot
 
@@ -290,7 +294,7 @@ class Panel(Generic[S]):
         while True:
             snapshot = self.refresh()
             left_s = end - time.monotonic()
-            if self._views.over(snapshot) or left_s <= 0:
+            if snapshot.over or left_s <= 0:
                 return
             self._print_line(snapshot)
             time.sleep(min(every_s, left_s))
@@ -299,10 +303,10 @@ class Panel(Generic[S]):
         now = time.monotonic()
         if self._box is None and now - self._printed_at >= _TEXT_EVERY_S:
             self._printed_at = now
-            _print(self._views.line(snapshot))
+            _print(self._views.draw(snapshot).line)
 
     def __repr__(self) -> str:
-        return f"Panel({self._views.line(self._read())})"
+        return f"Panel({self._views.draw(self._read()).line})"
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
         return self._draw(self._pages[self._page], self.refresh()).bundle(self.widget())

@@ -196,33 +196,21 @@ class Replay:
         else:
             self.events.append(item)
 
-    def draw(self, chosen: int = -1) -> theme.Document:
-        """Return the run, with the round at index ``chosen`` in full."""
-        summary = self._summary()
-        document = theme.Document("recorded", summary, label="a recorded run", line=summary)
+    def draw(self, back: int = 0) -> theme.Document:
+        """Return the run, with the round ``back`` before the last in full."""
+        header = self.headers[-1]
+        sessions = count(len(self.headers), "session")
+        state = f"recorded by {plain(header.name, 40)}, {count(len(self.rounds), 'round')}, {sessions}"
+        if self.losses:
+            state += f", loss {self.losses[0][1]:.3f} to {self.losses[-1][1]:.3f}"
+        document = theme.Document(plain(header.run, 40), state, label="a recorded run")
         document.warn(self.note)
-        document.draw(theme.curve(self.losses, width=830))
-        back = 0
-        if chosen >= 0:
-            back = max(len(self.rounds) - 1 - chosen, 0)
+        document.curve(self.losses)
         draw_waterfall(document, self.rounds, back, self.names)
         return document
 
-    def html(self, chosen: int = -1) -> str:
-        return self.draw(chosen).html()
-
-    def _summary(self) -> str:
-        header = self.headers[-1]
-        rounds = count(len(self.rounds), "round")
-        sessions = count(len(self.headers), "session")
-        loss = "no loss"
-        if self.losses:
-            loss = f"loss {self.losses[0][1]:.3f} to {self.losses[-1][1]:.3f}"
-        run = f"{plain(header.run, 40)}, recorded by {plain(header.name, 40)}"
-        return f"{run}, {rounds}, {sessions}, {loss}"
-
     def __repr__(self) -> str:
-        return f"Replay({self._summary()})"
+        return f"Replay({self.draw().line})"
 
     def __str__(self) -> str:
         return self.draw().text()
@@ -236,9 +224,13 @@ class Replay:
         import ipywidgets
 
         last = len(self.rounds) - 1
-        view = ipywidgets.HTML(self.html())
+        view = ipywidgets.HTML(self.draw().html())
         slider = ipywidgets.IntSlider(last, 0, last, description="round", continuous_update=False)
-        slider.observe(lambda change: setattr(view, "value", self.html(change["new"])), names="value")
+
+        def show(change: Any) -> None:
+            view.value = self.draw(last - slider.value).html()
+
+        slider.observe(show, names="value")
         return ipywidgets.VBox([slider, view])
 
 

@@ -1,4 +1,4 @@
-"""The style of all views, for light and dark pages, and the pieces that views share.
+"""The style of all views, for light and dark pages, and `Document`, which draws each block as HTML and as text.
 
 Each view sets its own background and text colours, so it is readable on any page. Colours are those of Okabe and Ito,
 distinct for colour-blind people, with a contrast of 4.5 to 1 for text. No view uses colour alone.
@@ -20,8 +20,10 @@ MAX_CHARS = 1000
 # (step, value), oldest first
 History: TypeAlias = Sequence[tuple[float, float]]
 MAX_POINTS = 400  # of a curve
-# margins of a curve, in pixels
-LEFT = 44
+# size and margins of a curve, in pixels
+_WIDTH = 760
+_HEIGHT = 160
+_LEFT = 44
 _BOTTOM = 36
 _TOP = 20
 _RIGHT = 12
@@ -53,8 +55,7 @@ STYLE = (
     ".cs-view .warn{border-left:4px solid var(--amber);padding-left:8px}"
     ".cs-view .row{display:flex;flex-wrap:wrap;gap:8px;margin:8px 0}"
     ".cs-view .row::before,.cs-view .row::after{content:none}"
-    ".cs-view .card{flex:1 1 200px;background:var(--card);border-radius:6px;padding:6px 10px}"
-    ".cs-view .cards .card{flex-basis:84px}"
+    ".cs-view .card{flex:1 1 84px;background:var(--card);border-radius:6px;padding:6px 10px}"
     ".cs-view .card b{display:block;font-size:15px}.cs-view .card small{display:block;font-size:11px;font-weight:400}"
     ".cs-view.cs-view table{border-collapse:collapse;border:0;width:100%;margin:4px 0;font-size:inherit;color:inherit;"
     "table-layout:auto}"
@@ -69,10 +70,6 @@ STYLE = (
 )
 
 
-def heading(title: str, state: str = "") -> str:
-    return f'<p><b>{title}</b> <span class="soft">{state}</span></p>'
-
-
 def table(
     columns: Sequence[str], rows: Iterable[Sequence[str]], *, numbers: Sequence[int] = (), label: str = ""
 ) -> str:
@@ -81,46 +78,67 @@ def table(
     head = ""
     for index, name in enumerate(columns):
         head += f'<th scope="col"{right.get(index, "")}>{name}</th>'
-    if head:
-        head = f"<thead><tr>{head}</tr></thead>"
     body = ""
     for first, *others in rows:
         body += f'<tr><th scope="row"{right.get(0, "")}>{first}</th>'
         for index, cell in enumerate(others, 1):
             body += f"<td{right.get(index, '')}>{cell}</td>"
         body += "</tr>"
-    return f'<table aria-label="{label}">{head}<tbody>{body}</tbody></table>'
+    return f'<table aria-label="{label}"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>'
 
 
 def bar(part: float, label: str, hue: str = "blue") -> str:
-    percent = 100 * min(part, 1.0) if part > 0 else 0.0
     return (
         f'<span class="bar {hue}" role="img" aria-label="{label}" title="{label}">'
-        f'<i style="width:{percent:.1f}%"></i></span>'
+        f'<i style="width:{100 * bounded(part):.1f}%"></i></span>'
     )
 
 
-def mark(hue: str, symbol: str, word: str) -> str:
-    return f'<span class="{hue}" style="white-space:nowrap">{symbol} {word}</span>'
+def mark(hue: str, symbol: str, words: str) -> tuple[str, str]:
+    """Return a cell: words behind their symbol, in their colour."""
+    return f"{symbol} {words}", f'<span class="{hue}">{symbol}&#160;{markup.text(words)}</span>'
+
+
+def stroke(begin: float, end: float, y: float, *, hue: str, dashes: str = "none", width: float = 4.0) -> str:
+    """Return a level line of a `drawing`, in pixels; ``dashes`` are as SVG has them."""
+    return (
+        f'<path class="{hue}" d="M{begin:.1f} {y}H{end:.1f}" fill="none" stroke="currentColor" '
+        f'stroke-width="{width:.1f}" stroke-dasharray="{dashes}"/>'
+    )
+
+
+def drawing(width: int, height: int, inside: str, label: str = "") -> str:
+    """Return a small SVG that stands in a line; screen readers hear its ``label``, or nothing."""
+    role = 'aria-hidden="true"'
+    title = ""
+    if label:
+        role = f'role="img" aria-label="{label}"'
+        title = f"<title>{label}</title>"
+    size = f'viewBox="0 0 {width} {height}" width="{width}" height="{height}" style="display:inline-block"'
+    return f"<svg {size} {role}>{title}{inside}</svg>"
 
 
 class Document:
     """A view as HTML and as text with the same content; all texts are escaped and bounded.
 
-    ``title`` and ``state`` are the first line, ``line`` that of the text if it differs.
+    ``title`` and ``state`` are its first line, ``label`` is its name for screen readers.
     """
 
-    def __init__(self, title: str, state: str = "", *, label: str, line: str = "") -> None:
+    def __init__(self, title: str = "", state: str = "", *, label: str) -> None:
         self._label = label
         self._html: list[str] = []
         self._lines: list[str] = []
         if title:
-            self._html.append(heading(markup.text(title), markup.text(state, MAX_CHARS)))
-            self._lines.append(markup.plain(line or f"{title}: {state}", MAX_CHARS))
+            self.heading(title, state)
 
     def draw(self, html: str, *lines: str) -> None:
         self._html.append(html)
         self._lines += lines
+
+    def heading(self, title: str, state: str) -> None:
+        drawn = f'<b>{markup.text(title)}</b> <span class="soft">{markup.text(state, MAX_CHARS)}</span>'
+        words = f"{title}: {state}" if state else title
+        self.draw(f"<p>{drawn}</p>", markup.plain(words, MAX_CHARS))
 
     def warn(self, words: str, symbol: str = "⚠") -> None:
         if words:
@@ -135,15 +153,24 @@ class Document:
         plain_lines = [f"  {markup.plain(line)}" for line in lines]
         self.draw(f'{head}<p class="soft">{paragraph}</p>', *plain_lines)
 
+    def code(self, lines: Sequence[str]) -> None:
+        plain_lines = [markup.plain(line, MAX_CHARS) for line in lines]
+        style = "font:13px ui-monospace,monospace;white-space:pre-wrap;overflow-wrap:anywhere"
+        text = html.escape("\n".join(plain_lines))
+        self.draw(f'<pre style="{style}">{text}</pre>', *map("  {}".format, plain_lines))
+
     def bar(self, part: float, words: str, *, title: str, hue: str = "blue") -> None:
         label = markup.text(f"{title}: {words}")
-        full = 0
-        # not for NaN
-        if part > 0:
-            full = int(_TEXT_BAR * min(part, 1.0))
-        filled = "#" * full + "." * (_TEXT_BAR - full)
-        line = f"  [{filled}] {markup.plain(f'{title}: {words}')}"
+        filled = "#" * int(_TEXT_BAR * bounded(part))
+        line = f"  [{filled:.<{_TEXT_BAR}}] {markup.plain(f'{title}: {words}')}"
         self.draw(f"<p>{label}{bar(part, label, hue)}</p>", line)
+
+    def curve(self, history: History, *, legend: str = "", **options: Any) -> None:
+        """Add a `curve`, which has no text, and its legend; nothing for fewer than two points."""
+        drawn = curve(history, **options)
+        if drawn and legend:
+            drawn += f'<p class="soft">{legend}</p>'
+        self.draw(drawn)
 
     def figures(self, figures: Mapping[str, str]) -> None:
         """Add figures, each under its name; a part after a line break is smaller."""
@@ -156,7 +183,7 @@ class Document:
             cards += f'<div class="card">{card}</div>'
             words.append(markup.plain(f"{name}: {value} {unit}".rstrip()))
         if words:
-            self.draw(f'<div class="row cards">{cards}</div>', f"  {'; '.join(words)}")
+            self.draw(f'<div class="row">{cards}</div>', f"  {'; '.join(words)}")
 
     def table(
         self,
@@ -171,7 +198,7 @@ class Document:
         plain_rows: list[list[str]] = []
         html_rows: list[list[str]] = []
         for item in items[:MAX_ROWS]:
-            pairs = [_text_and_html(cell) for cell in cells(item)]
+            pairs = [(cell, markup.text(cell)) if isinstance(cell, str) else cell for cell in cells(item)]
             plain_rows.append([markup.plain(text) for text, _ in pairs])
             html_rows.append([html for _, html in pairs])
         if plain_rows:
@@ -180,8 +207,13 @@ class Document:
         if len(items) > MAX_ROWS:
             self.note(f"… and {len(items) - MAX_ROWS:,} more {what}")
 
+    @property
+    def line(self) -> str:
+        """The first line of the text."""
+        return self._lines[0]
+
     def html(self) -> str:
-        label = html.escape(self._label)
+        label = markup.text(self._label)
         inside = f"<style>{STYLE}</style>{''.join(self._html)}"
         return f'<div class="cs-view" role="group" aria-label="{label}">{inside}</div>'
 
@@ -197,88 +229,52 @@ class Document:
         return bundle
 
 
-def _text_and_html(cell: Cell) -> tuple[str, str]:
-    if isinstance(cell, str):
-        return cell, markup.text(cell)
-    return cell
-
-
-def curve(
-    history: History,
-    *,
-    limit: History = (),
-    label: str = "loss",
-    across: str = "global step",
-    from_zero: bool = False,
-    width: int = 550,
-    height: int = 170,
-) -> str:
+def curve(history: History, *, limit: History = (), label: str = "loss", across: str = "global step") -> str:
     """Draw a curve, and its ``limit`` dashed; empty for fewer than two points.
 
-    ``label`` and ``across`` are the titles of its axes, as HTML; width and height are pixels.
+    ``label`` and ``across`` are the titles of its axes, as HTML.
     """
     points = _drawable(history)
     limit_points = _drawable(limit)
     if len(points) < 2:
         return ""
-    chart = _Chart([*points, *limit_points], points, width=width, height=height, from_zero=from_zero)
-    axes = chart.axes()
-    axes += f'<text x="{LEFT}" y="11">{label}</text>'
-    axes += f'<text x="{width - _RIGHT}" y="{height - 4}" text-anchor="end">{across}</text>'
-    bound = ""
+    first = points[0][0]
+    last = max(points[-1][0], first + 1)
+    values = [value for _, value in [*points, *limit_points]]
+    low = min(values)
+    # a flat curve needs some height too
+    high = max(*values, low + 1e-3 * (1 + abs(low)))
+
+    def x(step: float) -> float:
+        return _LEFT + (_WIDTH - _LEFT - _RIGHT) * (step - first) / (last - first)
+
+    def y(value: float) -> float:
+        return _TOP + (_HEIGHT - _TOP - _BOTTOM) * (high - value) / (high - low)
+
+    def line(points: History, style: str, inside: str = "") -> str:
+        places = " ".join([f"{x(step):.1f},{y(value):.1f}" for step, value in points])
+        return f'<polyline points="{places}" fill="none" {style}>{inside}</polyline>'
+
+    drawn = f'<text x="{_LEFT}" y="11">{label}</text>'
+    drawn += f'<text x="{_WIDTH - _RIGHT}" y="{_HEIGHT - 4}" text-anchor="end">{across}</text>'
+    for value in ticks(low, high, 5):
+        drawn += (
+            f'<path d="M{_LEFT} {y(value):.1f}H{_WIDTH - _RIGHT}" stroke="currentColor" stroke-opacity=".15"/>'
+            f'<text x="{_LEFT - 6}" y="{y(value) + 4:.1f}" text-anchor="end">{value:g}</text>'
+        )
+    for step in ticks(first, last, 5):
+        if step == int(step):
+            drawn += f'<text x="{x(step):.1f}" y="{_HEIGHT - 20}" text-anchor="middle">{step:,.0f}</text>'
     if limit_points:
-        dashed = 'fill="none" stroke="currentColor" stroke-dasharray="5 4"/>'
-        bound = f'<polyline points="{chart.line(limit_points)}" {dashed}'
+        drawn += line(limit_points, 'stroke="currentColor" stroke-dasharray="5 4"')
     last_step, last_value = points[-1]
+    title = f"<title>{last_value:.4g} at step {last_step:,.0f}</title>"
+    drawn += line(points, f'style="stroke:{LINE}" stroke-width="2" stroke-linejoin="round"', title)
     return (
-        f'<svg viewBox="0 0 {width} {height}" style="max-width:{width}px;width:100%" role="img" '
+        f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" style="max-width:{_WIDTH}px;width:100%" role="img" '
         f'aria-label="{label}, over the {across}" fill="currentColor" font-size="11" font-family="sans-serif">'
-        f'{axes}{bound}<polyline points="{chart.line(points)}" fill="none" style="stroke:{LINE}" '
-        f'stroke-width="2" stroke-linejoin="round"><title>{last_value:.4g} at step '
-        f"{last_step:,.0f}</title></polyline></svg>"
+        f"{drawn}</svg>"
     )
-
-
-class _Chart:
-    """The scale of a curve's axes: steps to the right, values upwards; ``points`` set the steps."""
-
-    def __init__(self, drawn: History, points: History, *, width: int, height: int, from_zero: bool) -> None:
-        self._width = width
-        self._height = height
-        values = [value for _, value in drawn]
-        if from_zero:
-            values.append(0.0)
-        self._first = points[0][0]
-        self._last = max(points[-1][0], self._first + 1)
-        self._low = min(values)
-        # a flat curve needs some height too
-        self._high = max(*values, self._low + 1e-3 * (1 + abs(self._low)))
-
-    def x(self, step: float) -> float:
-        return LEFT + (self._width - LEFT - _RIGHT) * (step - self._first) / (self._last - self._first)
-
-    def y(self, value: float) -> float:
-        visible = min(max(value, self._low), self._high)
-        return _TOP + (self._height - _TOP - _BOTTOM) * (self._high - visible) / (self._high - self._low)
-
-    def line(self, points: History) -> str:
-        left = self.x(0)
-        step_width = self.x(1) - left
-        return " ".join([f"{left + step_width * step:.1f},{self.y(value):.1f}" for step, value in points])
-
-    def axes(self) -> str:
-        drawn = ""
-        for value in ticks(self._low, self._high, 5):
-            y = self.y(value)
-            drawn += (
-                f'<path d="M{LEFT} {y:.1f}H{self._width - _RIGHT}" stroke="currentColor" stroke-opacity=".15"/>'
-                f'<text x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{value:g}</text>'
-            )
-        for step in ticks(self._first, self._last, 5):
-            if step == int(step):
-                x = self.x(step)
-                drawn += f'<text x="{x:.1f}" y="{self._height - 20}" text-anchor="middle">{step:,.0f}</text>'
-        return drawn
 
 
 def ticks(low: float, high: float, count: int) -> list[float]:
@@ -289,6 +285,11 @@ def ticks(low: float, high: float, count: int) -> list[float]:
     first = math.ceil(low / step)
     last = math.floor(high / step)
     return [round(step * index, 10) for index in range(first, last + 1)]
+
+
+def bounded(part: float) -> float:
+    # not for NaN
+    return min(part, 1.0) if part > 0 else 0.0
 
 
 def _drawable(history: History) -> list[tuple[float, float]]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from colab_swarm.markup import count, plain, size, text
+from colab_swarm.markup import count, plain, size
 from colab_swarm.notebook.panel import make_button
 from colab_swarm.notebook.platforms import has_frontend
 from colab_swarm.notebook.theme import Document
@@ -81,9 +81,9 @@ class TryModel:
         return self.replies
 
     def _document(self) -> Document:
-        document = Document("", label="the model's answers")
+        document = Document(label="the model's answers")
         for reply in self.replies[:_MAX_REPLIES]:
-            document.draw(f"<h4>{text(reply.question, 300)}</h4>", plain(reply.question, 300))
+            document.heading(reply.question, "")
             answers: dict[str, list[str]] = {}
             if reply.before:
                 answers["before"] = list(map(_in_words, reply.before))

@@ -1,11 +1,9 @@
 """The panels of work units, a coordinator's and a volunteer's. Pure functions."""
 
-import html
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from colab_swarm.markup import count, duration, plain, size
-from colab_swarm.notebook import theme
 from colab_swarm.notebook.page import Sample, StatusPage
 from colab_swarm.notebook.panel import Views
 from colab_swarm.notebook.theme import Document
@@ -27,24 +25,12 @@ MARKS = {
 COLUMNS = ("volunteer", "reliability", "units", "rejected", "late", "in hand")
 _MAX_FAULT_CHARS = 4000
 _DYING = "the parameter servers end again and again: the coordinator's parameter-servers.log says why"
-_NO_CHART = '<p class="soft">The accuracy is drawn after the second epoch.</p>'
 _HOW_TO = (
     "<h4>How to volunteer</h4>"
     "<p>Ask the organizer for the link. In a notebook: <code>cs.workunits.volunteer(link)</code> after "
     "<code>import colab_swarm as cs</code>; in a shell: <code>colab-swarm volunteer LINK</code>. "
     "You can stop at any time: your unfinished units go to other volunteers.</p>"
 )
-
-
-def job_line(status: "JobStatus") -> str:
-    if status.finished is not None:
-        progress = f"finished: {status.finished}"
-    else:
-        done = f"{status.units['assimilated']} of {len(status.rows)} units"
-        progress = f"epoch {status.epoch} of {status.max_epochs}, {done}"
-    if status.epochs:
-        progress += f", accuracy {status.epochs[-1].accuracy:.3f}"
-    return f"{status.name}: {progress}, {count(len(status.volunteers), 'volunteer')}"
 
 
 def figures(status: "JobStatus") -> dict[str, str]:
@@ -67,7 +53,15 @@ def figures(status: "JobStatus") -> dict[str, str]:
 
 
 def draw_job(status: "JobStatus") -> Document:
-    document = Document(*job_line(status).split(": ", 1), label=f"work units of {plain(status.name)}")
+    if status.finished is not None:
+        progress = f"finished: {status.finished}"
+    else:
+        done = f"{status.units['assimilated']} of {len(status.rows)} units"
+        progress = f"epoch {status.epoch} of {status.max_epochs}, {done}"
+    if status.epochs:
+        progress += f", accuracy {status.epochs[-1].accuracy:.3f}"
+    progress += f", {count(len(status.volunteers), 'volunteer')}"
+    document = Document(status.name, progress, label=f"work units of {status.name}")
     if status.fault:
         document.warn(f"the store does not answer: {status.fault}")
     servers_die = status.server_deaths and not status.servers
@@ -76,7 +70,7 @@ def draw_job(status: "JobStatus") -> Document:
     document.figures(figures(status))
     if status.finished is None and status.marks:
         _draw_units(document, status)
-    document.draw(_accuracy(status))
+    _draw_accuracy(document, status)
     document.table(
         COLUMNS, status.volunteers, lambda row: _cells(row, status.at), numbers=range(2, 6), what="volunteers"
     )
@@ -87,9 +81,7 @@ def _draw_units(document: Document, status: "JobStatus") -> None:
     """Draw a character for each unit of the epoch."""
     marks = "".join([MARKS[mark][0] for mark in status.marks])
     lines = [marks[begin : begin + _ACROSS] for begin in range(0, len(marks), _ACROSS)]
-    style = "font:13px ui-monospace,monospace;overflow-wrap:anywhere"
-    drawn = f'<p style="{style}">{"<br>".join(map(html.escape, lines))}</p>'
-    document.draw(drawn, *map("  {}".format, lines))
+    document.code(lines)
     legend = f"units: {'  '.join(MARKS.values())}"
     units_beyond = len(status.rows) - len(marks)
     if units_beyond > 0:
@@ -103,26 +95,25 @@ def _cells(row: "VolunteerState", now: float) -> tuple[str, ...]:
         reliability = f"banned for {duration(row.banned_until - now)}"
     elif row.accepted + row.rejected + row.expired:
         reliability = f"{1 - row.error_rate:.0%}"
-    name = plain(row.name or row.volunteer[:8], 40)
-    return name, reliability, str(row.accepted), str(row.rejected), str(row.expired), str(row.in_flight)
+    numbers = (row.accepted, row.rejected, row.expired, row.in_flight)
+    return plain(row.name or row.volunteer[:8], 40), reliability, *map(str, numbers)
 
 
-def _accuracy(status: "JobStatus") -> str:
-    target = status.target_accuracy
+def _draw_accuracy(document: Document, status: "JobStatus") -> None:
     means = [(epoch.epoch, epoch.accuracy) for epoch in status.epochs]
+    if len(means) < 2:
+        document.note("The accuracy is drawn after the second epoch.")
+        return
     limit: list[tuple[float, float]] = []
     legend = "accuracy: mean of each epoch"
-    if target is not None:
-        limit = [(epoch, target) for epoch, _ in means]
-        legend += f"; dashed: the target, {target:.1%}"
-    chart = theme.curve(means, limit=limit, label="accuracy", across="epoch")
-    if not chart:
-        return _NO_CHART
-    return f'{chart}<p class="soft">{legend}</p>'
+    if status.target_accuracy is not None:
+        limit = [(epoch, status.target_accuracy) for epoch, _ in means]
+        legend += f"; dashed: the target, {status.target_accuracy:.1%}"
+    document.curve(means, legend=legend, limit=limit, label="accuracy", across="epoch")
 
 
 def _page(status: "JobStatus") -> list[Document]:
-    about = Document("", label="about this job")
+    about = Document(label="about this job")
     how_to = "" if status.finished else _HOW_TO
     about.draw(
         f"<p>Volunteers train a model of {status.numel:,} numbers on {sum(status.rows):,} samples. "
@@ -165,21 +156,11 @@ def _metrics(status: "JobStatus") -> list[Sample]:
     return samples
 
 
-JOB_VIEWS: "Views[JobStatus]" = Views(
-    draw_job,
-    job_line,
-    lambda status: bool(status.finished),
-    who="coordinator",
-    leave=("Stop", "Stopped"),
-)
+JOB_VIEWS: "Views[JobStatus]" = Views(draw_job, who="coordinator", leave=("Stop", "Stopped"))
 
 
 def status_page(look: "Callable[[], JobStatus]") -> "StatusPage[JobStatus]":
     return StatusPage(look, lambda status: status.name, _page, _metrics, host="coordinator")
-
-
-def volunteer_line(snapshot: "VolunteerSnapshot") -> str:
-    return f"{plain(snapshot.job)}: {_state(snapshot)}"
 
 
 def draw_volunteer(snapshot: "VolunteerSnapshot") -> Document:
@@ -195,9 +176,8 @@ def draw_volunteer(snapshot: "VolunteerSnapshot") -> Document:
     document.figures(contribution)
     if snapshot.refusal:
         document.warn(f"last refusal: {snapshot.refusal}")
-    fault = snapshot.fault[-_MAX_FAULT_CHARS:]
-    if fault:
-        document.draw(f'<pre style="font-size:11px;overflow:auto">{html.escape(fault)}</pre>', fault)
+    if snapshot.fault:
+        document.code(snapshot.fault[-_MAX_FAULT_CHARS:].splitlines())
     return document
 
 
@@ -230,9 +210,5 @@ def _state(snapshot: "VolunteerSnapshot") -> str:
 
 
 VOLUNTEER_VIEWS: "Views[VolunteerSnapshot]" = Views(
-    draw_volunteer,
-    volunteer_line,
-    lambda snapshot: snapshot.over,
-    who="volunteer",
-    leave=("Stop", "Stopped"),
+    draw_volunteer, who="volunteer", leave=("Stop", "Stopped")
 )

@@ -113,12 +113,12 @@ class Diagnosis:
         return self._document().text()
 
     def __repr__(self) -> str:
-        return f"Diagnosis({self._summary()})"
+        return f"Diagnosis({self._document().line})"
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, str]:
         return self._document().bundle()
 
-    def _summary(self) -> str:
+    def _summary(self) -> tuple[str, str]:
         numbers = Counter(check.light for check in self.checks)
         verdict = "ready to train"
         if numbers[RED]:
@@ -127,11 +127,10 @@ class Diagnosis:
             verdict = "ready to train, with warnings"
         seen = [light for light in (GREEN, YELLOW, RED) if numbers[light]]
         lights = ", ".join(f"{numbers[light]} {light.symbol} {light.word}" for light in seen)
-        return f"{verdict}: {lights}"
+        return verdict, lights
 
     def _document(self) -> theme.Document:
-        summary = self._summary()
-        document = theme.Document("doctor", summary, label="report of the doctor", line=summary)
+        document = theme.Document(*self._summary(), label="report of the doctor")
         rows = [_cells(check) for check in self.checks]
         lines = [line for check in self.checks for line in _text_lines(check)]
         document.draw(theme.table(("check", "", "facts, and what to do"), rows, label="checks"), *lines)
@@ -143,7 +142,7 @@ def _cells(check: Check) -> tuple[str, str, str]:
     facts = text(check.text, MAX_CHARS)
     if check.fix:
         facts += f"<br>→ <b>{text(check.fix, MAX_CHARS)}</b>"
-    return name, theme.mark(*check.light), facts
+    return name, theme.mark(*check.light)[1], facts
 
 
 def _text_lines(check: Check) -> list[str]:

@@ -18,7 +18,7 @@ from colab_swarm.moe.grid import Grid
 from colab_swarm.moe.host import ExpertHost, ExpertsSnapshot, ExpertsWatch, HostResources
 from colab_swarm.moe.layer import MixtureOfExperts, RemoteExpert
 from colab_swarm.moe.trainer import AsyncTrainer
-from colab_swarm.notebook.meters import show_experts
+from colab_swarm.notebook.meters import EXPERTS_VIEWS, HOST_VIEWS
 from colab_swarm.notebook.panel import Panel
 from colab_swarm.runtime import Runner, Runtime, on_loop
 
@@ -158,14 +158,14 @@ class SwarmExperts:
     def panel(self, prefix: str, *, grid: Sequence[int]) -> Panel[ExpertsSnapshot]:
         """Return a live table of the swarm's experts, their hosts and their use."""
         self._check()
-        return show_experts(self._watch(_grid(prefix, grid)).snapshot, self._leave, False)
+        return Panel(self._watch(_grid(prefix, grid)).snapshot, self._leave, views=EXPERTS_VIEWS)
 
     def _panel_of(self, host: ExpertHost) -> Panel[ExpertsSnapshot]:
         def read() -> ExpertsSnapshot:
             snapshot = self._watch(host.grid).snapshot()
             return replace(snapshot, over=snapshot.over or host.stopped)
 
-        return show_experts(read, host.close, True)
+        return Panel(read, host.close, views=HOST_VIEWS)
 
     def _watch(self, grid: Grid) -> ExpertsWatch:
         if grid not in self._watches:

@@ -397,7 +397,7 @@ class InteractiveRun:
         return replace(self._seen, state=state, speed=self.speed, error=error)
 
     def __repr__(self) -> str:
-        return f"Lesson({lessons.summary(self.snapshot())})"
+        return f"Lesson({lessons.draw(self.snapshot()).line})"
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
         if self._panel is None:

@@ -29,7 +29,7 @@ from colab_swarm.net.tunnels import Tunnel, TunnelSettings, settings_of
 from colab_swarm.notebook.invitation import Invitation
 from colab_swarm.notebook.panel import Panel
 from colab_swarm.notebook.platforms import Consent, require_terms, require_tunnels
-from colab_swarm.notebook.units_view import JOB_VIEWS, draw_job, job_line
+from colab_swarm.notebook.units_view import JOB_VIEWS, draw_job
 from colab_swarm.runtime import Runtime, on_loop
 from colab_swarm.trust.access import RunAccess
 from colab_swarm.trust.authority import make_grant
@@ -195,7 +195,7 @@ class Coordinator(contextlib.AbstractContextManager["Coordinator"]):
         self.close()
 
     def __repr__(self) -> str:
-        return f"Coordinator({job_line(self.snapshot())})"
+        return f"Coordinator({draw_job(self.snapshot()).line})"
 
     def _repr_html_(self) -> str:
         return draw_job(self.snapshot()).html()

@@ -420,6 +420,11 @@ class JobStatus:
     samples_per_s: float  # the same, each local epoch counted
 
     @property
+    def over(self) -> bool:
+        """True once the job has ended."""
+        return self.finished is not None
+
+    @property
     def accuracy(self) -> float | None:
         """Mean accuracy of the newest epoch that has one."""
         for epoch in reversed(self.epochs):

@@ -30,7 +30,7 @@ from colab_swarm.net.identity import Identity
 from colab_swarm.net.patience import backoff
 from colab_swarm.notebook.panel import Panel
 from colab_swarm.notebook.platforms import Consent, require_terms
-from colab_swarm.notebook.units_view import VOLUNTEER_VIEWS, draw_volunteer, volunteer_line
+from colab_swarm.notebook.units_view import VOLUNTEER_VIEWS, draw_volunteer
 from colab_swarm.runtime import DeviceThread, PauseGate, Runtime, cores
 from colab_swarm.workunits.client import (
     CoordinatorClient,
@@ -168,7 +168,7 @@ class Volunteer(AbstractContextManager["Volunteer"]):
         self.panel().watch(seconds)
 
     def __repr__(self) -> str:
-        return f"Volunteer({volunteer_line(self.snapshot())})"
+        return f"Volunteer({draw_volunteer(self.snapshot()).line})"
 
     def _repr_html_(self) -> str:
         return draw_volunteer(self.snapshot()).html()

@@ -22,12 +22,8 @@ GOOD = dataclasses.replace(ROUND, step=11, spans_lost=0, kept_local=0, members=(
 TOLD = dataclasses.replace(SNAPSHOT, rounds=(GOOD, ROUND))
 
 
-def words(markup: str) -> str:
-    return " ".join(" ".join(parsed(f"<div>{markup}</div>").itertext()).split())
-
-
 def waterfall(rounds: list[RoundFinished], back: int, names: dict[str, str]) -> Document:
-    shown = Document("", label="rounds")
+    shown = Document(label="rounds")
     draw_waterfall(shown, rounds, back, names)
     return shown
 
@@ -50,14 +46,13 @@ def test_text_has_a_lane_for_each_member_on_one_time_axis() -> None:
     assert lines[6] == "  · forming the group  ░ sent to it  ▒ received from it  ▓ average received"
 
 
-def test_the_html_has_the_same_content() -> None:
-    shown = words(draw_rounds(TOLD).html())
-    facts = ("round 12", "✖ the link to ca401000", "✔ complete", "alice (me)", "2.00 s")
-    assert [fact for fact in (*facts, "bob's line is the faster") if fact not in shown] == []
+def test_a_lane_tells_screen_readers_its_times() -> None:
     drawn = parsed(draw_rounds(TOLD).html()).iter("svg")
     labels = [lane.attrib["aria-label"] for lane in drawn if "aria-label" in lane.attrib]
-    assert labels[0] == "forming the group: 0 ms to 1.00 s; sent to it: 1.00 s to 1.20 s"
-    assert labels[1] == "forming the group: 0 ms to 1.00 s"
+    assert labels[:2] == [
+        "forming the group: 0 ms to 1.00 s; sent to it: 1.00 s to 1.20 s",
+        "forming the group: 0 ms to 1.00 s",
+    ]
     assert labels[2].endswith("average received: 1.75 s to 2.00 s")
 
 
@@ -87,20 +82,18 @@ def test_a_member_that_left_is_named_in_the_reason_too() -> None:
 
 def test_an_earlier_round_can_be_chosen_down_to_the_first() -> None:
     for back, step in ((0, 12), (1, 11), (5, 11)):
-        assert draw_rounds(TOLD, back).text().startswith(f"round {step}:")
-        assert f"round {step} " in words(draw_rounds(TOLD, back).html())
+        assert draw_rounds(TOLD, back).line.startswith(f"round {step}:")
 
 
 def test_before_the_first_round_there_is_a_hint_and_a_round_without_traces_says_so() -> None:
-    assert draw_rounds(SNAPSHOT).text() == NONE_YET and NONE_YET in words(draw_rounds(SNAPSHOT).html())
-    shown = waterfall([dataclasses.replace(ROUND, members=())], 0, {})
-    assert "left no trace" in shown.html() and "left no trace" in shown.text()
+    assert draw_rounds(SNAPSHOT).text().strip() == NONE_YET
+    assert "left no trace" in waterfall([dataclasses.replace(ROUND, members=())], 0, {}).text()
 
 
 def test_many_members_are_cut_and_counted_and_failed_ones_stay() -> None:
     crowd = dataclasses.replace(ROUND, members=(OTHER,) * 500 + (GONE,))
-    for shown in (waterfall([crowd], 0, {}).text(), words(waterfall([crowd], 0, {}).html())):
-        assert f"… and {501 - MAX_ROWS} more members" in shown and "the link to ca401000 is lost" in shown
+    shown = waterfall([crowd], 0, {}).text()
+    assert f"… and {501 - MAX_ROWS} more members" in shown and "the link to ca401000 is lost" in shown
 
 
 times = st.none() | st.tuples(st.floats(), st.floats())
@@ -118,7 +111,6 @@ def test_any_round_can_be_drawn(
         ROUND, members=tuple(members), seconds=seconds, averaging_s=averaging_s, explanation=said
     )
     names = {member.peer[:8]: said for member in members}
-    drawn = waterfall([odd, GOOD], back, names).html()
-    parsed(f"<div>{drawn}</div>")
-    shown = waterfall([odd, GOOD], back, names).text()
-    assert len(shown.split("\n")) <= len(members) + 7 and "\x1b" not in shown
+    drawn = waterfall([odd, GOOD], back, names)
+    parsed(drawn.html())
+    assert len(drawn.text().split("\n")) <= len(members) + 7 and "\x1b" not in drawn.text()

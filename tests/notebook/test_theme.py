@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from colab_swarm.notebook import theme
-from colab_swarm.notebook.theme import MAX_POINTS, curve, ticks
+from colab_swarm.notebook.theme import MAX_POINTS, Document, curve, ticks
 
 TEXT_CONTRAST = 4.5
 PAPERS, INKS = ("--paper", "--card"), ("--ink", *(f"--{hue}" for hue in theme.HUES))
@@ -51,9 +51,34 @@ def test_the_style_sheet_is_small_loads_nothing_and_no_rule_has_a_colour_of_its_
     assert not re.search(r"#[0-9a-f]{3}|rgb|opacity", rules)
 
 
-def test_a_view_is_one_element_with_a_name() -> None:
+EVIL = "<script>x</script>\x1b[2J"
+
+
+def a_document(words: str) -> Document:
+    document = Document(words, words, label=words)
+    document.warn(words)
+    document.note(words, words, title="log")
+    document.bar(0.5, words, title="part")
+    document.figures({"speed": f"{words}\nsamples/s"})
+    document.code([words])
+    document.table(("peer", "steps"), [words], lambda one: (one, theme.mark("red", "✖", one)), what="peers")
+    return document
+
+
+def test_each_block_has_the_same_words_in_html_and_in_text_escaped_and_bounded() -> None:
+    calm = a_document("peace").text().replace("[##########..........]", "").replace("peace:", "peace")
+    shown = " ".join(ElementTree.fromstring(a_document("peace").html().replace("<br>", "<br/>")).itertext())
+    assert [word for word in calm.split() if word.rstrip(":") not in shown.replace(":", "")] == []
+    hostile = a_document(EVIL)
+    assert "<script" not in hostile.html() and "\x1b" not in hostile.text() + hostile.html()
+    assert len(hostile.text().splitlines()) == len(a_document("peace").text().splitlines())
+    assert len(a_document("x" * 10_000).html()) < 20_000
+
+
+def test_a_view_is_one_element_with_a_name_and_loads_nothing() -> None:
     view = ElementTree.fromstring(theme.Document("inside", label='the "swarm"').html())
     assert view.attrib == {"class": "cs-view", "role": "group", "aria-label": 'the "swarm"'}
+    assert not re.search(r"<script|https?:|src=|url\(| on\w+=", a_document("peace").html())
 
 
 def test_a_table_names_its_columns_and_rows() -> None:
@@ -87,7 +112,7 @@ def test_the_picture_has_the_curve_and_the_limit() -> None:
     drawn = curve([(0, 2.0), (900, 1.0)], limit=[(0, 4.0), (900, 4.0)])
     assert [element.tag for element in ElementTree.fromstring(drawn)].count("polyline") == 2
     assert "stroke-dasharray" in drawn and "1 at step 900" in drawn
-    axes = [text.text for text in ElementTree.fromstring(drawn).iter("text")][-2:]
+    axes = [text.text for text in ElementTree.fromstring(drawn).iter("text")][:2]
     assert axes == ["loss", "global step"]
 
 
@@ -100,9 +125,9 @@ def test_fewer_than_two_points_give_no_picture_and_many_points_are_thinned() -> 
 numbers = st.floats(allow_nan=True, allow_infinity=True)
 
 
-@given(st.lists(st.tuples(st.integers(0, 10**7), numbers), max_size=30), st.booleans())
-def test_any_history_can_be_drawn(history: list[tuple[int, float]], from_zero: bool) -> None:
-    svg = curve(sorted(history), limit=history[:5], from_zero=from_zero)
+@given(st.lists(st.tuples(st.integers(0, 10**7), numbers), max_size=30))
+def test_any_history_can_be_drawn(history: list[tuple[int, float]]) -> None:
+    svg = curve(sorted(history), limit=history[:5])
     if svg:
         ElementTree.fromstring(svg)
         assert "nan" not in svg and "inf" not in svg
