@@ -129,7 +129,6 @@ class Backbone:
 def status_page(look: Callable[[], tuple[SwarmSnapshot, ...]]) -> StatusPage[tuple[SwarmSnapshot, ...]]:
     return StatusPage(
         look,
-        lambda models: models[0].run,
         lambda models: [draw(model) for model in models],
         lambda models: [sample for model in models for sample in metrics(model)],
         host="backbone",

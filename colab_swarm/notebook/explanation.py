@@ -82,28 +82,24 @@ def explain(error: BaseException | type[BaseException] | None = None) -> Explana
         kind = error
     if not issubclass(kind, BaseException):
         raise TypeError(f"cs.explain({error!r:.50}): pass an error, its class, or nothing for the last one")
-    title = _title_of(error, kind)
+    title = kind.__name__
+    # an error's own __str__ may fail
+    with suppress(Exception):
+        words = plain(str(error), MAX_CHARS) if isinstance(error, BaseException) else ""
+        if words:
+            title += f": {words}"
     # our own errors document their advice; a subclass may inherit it
     for base in kind.__mro__:
         advice = _DOCUMENTED.search(inspect.cleandoc(base.__doc__ or ""))
         if advice is not None:
-            return Explanation(title, _one_line(advice["cause"]), _one_line(advice["fix"]))
-    return Explanation(title, *_advice_on(error, title))
-
-
-def _title_of(error: object, kind: type[BaseException]) -> str:
-    text = ""
-    if isinstance(error, BaseException):
-        # an error's own __str__ may fail
-        with suppress(Exception):
-            text = plain(str(error), MAX_CHARS)
-    if not text:
-        return kind.__name__
-    return f"{kind.__name__}: {text}"
-
-
-def _one_line(paragraph: str) -> str:
-    return " ".join(paragraph.split()).removesuffix(".")
+            cause, fix = (" ".join(paragraph.split()).removesuffix(".") for paragraph in advice.groups())
+            return Explanation(title, cause, fix)
+    if isinstance(error, ModuleNotFoundError):
+        return Explanation(title, *_advice_on_missing((error.name or "").partition(".")[0]))
+    for pattern, common in COMMON.items():
+        if re.search(pattern, title):
+            return Explanation(title, *common)
+    return Explanation(title, *_advice_by_place(error))
 
 
 def shorten_interrupts() -> None:
@@ -139,15 +135,6 @@ def _show_interrupt(
     error._render_traceback_ = lambda: [message]  # type: ignore[attr-defined]
     shell.showtraceback((kind, error, trace), tb_offset=tb_offset)
     del error._render_traceback_  # type: ignore[attr-defined]
-
-
-def _advice_on(error: object, title: str) -> _Advice:
-    if isinstance(error, ModuleNotFoundError):
-        return _advice_on_missing((error.name or "").partition(".")[0])
-    for pattern, advice in COMMON.items():
-        if re.search(pattern, title):
-            return advice
-    return _advice_by_place(error)
 
 
 def _advice_on_missing(module: str) -> _Advice:

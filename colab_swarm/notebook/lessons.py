@@ -101,7 +101,7 @@ def _cells(peer: PeerRow) -> tuple[theme.Cell, ...]:
     )
 
 
-LESSON: Views[SimulationSnapshot] = Views(draw, who="run", leave=("End run", "Ended"), first="peers")
+LESSON: Views[SimulationSnapshot] = Views(draw, who="run", leave=("End run", "Ended"))
 
 
 class LessonControls:

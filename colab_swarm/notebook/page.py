@@ -9,6 +9,7 @@ import base64
 import contextlib
 import hashlib
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from importlib.resources import files
 from string import Template
 from typing import Any, Generic, TypeAlias, TypeVar
@@ -53,38 +54,25 @@ copy.addEventListener("click", async () => {
   catch { getSelection().selectAllChildren(line); copy.textContent = "Press Ctrl+C"; }
 });
 """
-
-
 _RUN_NOW = '<h2>The run now</h2><div id="lost">The backbone does not answer.</div><div id="live"></div>'
 
 
+@dataclass(eq=False)
 class StatusPage(Generic[S]):
-    """Answers requests for `PATHS` with what ``look()`` returns, at ``url`` if it listens itself.
+    """Answers requests for `PATHS` with what ``look()`` returns."""
 
-    ``title`` names a snapshot, ``draw`` returns its views, ``metrics`` its figures for Prometheus;
-    ``host`` is what answers, such as ``backbone``.
-    """
+    look: Callable[[], S]
+    draw: Callable[[S], Sequence[Document]]  # its views, the first of which names the page
+    metrics: Callable[[S], Iterable[Sample]]  # its figures for Prometheus
+    host: str  # what answers, such as ``backbone``
+    url: str = field(default="", init=False)  # if it listens itself
 
-    def __init__(
-        self,
-        look: Callable[[], S],
-        title: Callable[[S], str],
-        draw: Callable[[S], Sequence[Document]],
-        metrics: Callable[[S], Iterable[Sample]],
-        *,
-        host: str,
-    ) -> None:
-        self._look = look
-        self._title = title
-        self._draw = draw
-        self._metrics = metrics
-        self._host = host
+    def __post_init__(self) -> None:
         self._seen_at = float("-inf")
         self._visits = VisitLimit(ANSWERS_PER_S)
         self._answers: dict[str, tuple[str, str | bytes]] = {}  # type and body by path, of one snapshot
         self._runner: web.AppRunner | None = None
         self.routes = [web.get(path, self.answer) for path in PATHS]
-        self.url = ""
 
     async def start(self, host: str, port: int) -> None:
         """Listen without any other routes; port 0 chooses a free one."""
@@ -103,25 +91,25 @@ class StatusPage(Generic[S]):
         if not self._visits.admit(source_of(request), now):
             return web.Response(status=429, text="try again in a second", headers={"Retry-After": "1"})
         if now - self._seen_at >= FRESH_S:
-            self._seen = self._look()
+            self._seen = self.look()
             self._seen_at = now
             self._answers.clear()
         if path not in self._answers:
             self._answers[path] = self.render(self._seen, path)
         kind, body = self._answers[path]
-        return response(body, kind, SCRIPT)
+        return _response(body, kind, SCRIPT)
 
     def render(self, snapshot: S, path: str = "/") -> tuple[str, str | bytes]:
         if path == "/status.json":
             return "application/json", msgspec.json.encode(snapshot)
         if path == "/metrics":
-            return "text/plain", _exposition(self._metrics(snapshot))
-        title = text(self._title(snapshot))
-        views = "".join([view.html() for view in self._draw(snapshot)])
-        live = f"<h1>{title}</h1>{views}"
+            return "text/plain", _exposition(self.metrics(snapshot))
+        views = self.draw(snapshot)
+        title = text(views[0].title)
+        live = f"<h1>{title}</h1>{''.join([view.html() for view in views])}"
         if path == "/live":
             return "text/html", live
-        return "text/html", page(title, live, host=self._host)
+        return "text/html", _filled("page.html", title=title, live=live, host=self.host, script=SCRIPT)
 
 
 class _Runner(web.AppRunner):
@@ -184,21 +172,14 @@ async def listen(app: web.Application, host: str, port: int, **options: Any) -> 
     return runner, f"http://{host}:{runner.addresses[0][1]}/"
 
 
-def page(title: str, live: str, *, host: str) -> str:
-    """Return a whole page; ``title`` and ``live``, the part that changes, are HTML."""
-    return _filled("page.html", title=title, live=live, host=host, script=SCRIPT)
-
-
 def join_page(run: str, *, live: bool) -> Callable[[web.BaseRequest], Awaitable[web.Response]]:
     """Return what answers a browser that follows an invitation to ``run``.
 
     The page names the run, copies the line, opens the notebook and, if ``live``, refreshes ``/live``.
     """
     script = _JOIN_SCRIPT
-    run_now = ""
     if live:
         script += SCRIPT
-        run_now = _RUN_NOW
     links = ""
     for name, url in notebook_links("swarm").items():
         links += f'<a class="button" href="{text(url)}" rel="noopener">Open in {name}</a> '
@@ -207,17 +188,17 @@ def join_page(run: str, *, live: bool) -> Callable[[web.BaseRequest], Awaitable[
         run=text(run),
         notebook=links or f"Open <code>notebooks/swarm.ipynb</code> in {COPY}.",
         install=text(install("train,notebook"), 1000),
-        now=run_now,
+        now=_RUN_NOW if live else "",
         script=script,
     )
 
     async def answer(request: web.BaseRequest) -> web.Response:
-        return response(body.encode(), "text/html", script)
+        return _response(body.encode(), "text/html", script)
 
     return answer
 
 
-def response(body: str | bytes, kind: str, script: str) -> web.Response:
+def _response(body: str | bytes, kind: str, script: str) -> web.Response:
     """Return an answer to a browser, which may run the one script, fetch from its own server, and no more."""
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     headers = {

@@ -40,7 +40,7 @@ PLAY_STYLE = """<style>.cs-live,.cs-live button{width:auto!important;flex:none!i
 WRAPPING = {"flex_flow": "row wrap"}
 
 
-class Snapshot(Protocol):
+class PanelSnapshot(Protocol):
     """What a panel shows; one of a view that can pause has ``paused`` too."""
 
     @property
@@ -48,7 +48,7 @@ class Snapshot(Protocol):
         """True once nothing will change any more."""
 
 
-S = TypeVar("S", bound=Snapshot)
+S = TypeVar("S", bound=PanelSnapshot)
 
 
 @dataclass(frozen=True)
@@ -62,14 +62,12 @@ class Views(Generic[S]):
     draw: Callable[[S], Document]  # returns the first page, whose first line sums it up
     who: str = "peer"  # what continues when the user stops watching
     leave: tuple[str, str] = ("Leave swarm", "Left")  # the last button, before and after the click
-    first: str = "overview"  # name of the first page
-    pages: Mapping[str, Page[S]] = field(default_factory=dict)  # further pages by name
+    pages: Mapping[str, Page[S]] = field(default_factory=dict)  # pages after the first by name
     stops: bool = False  # whether to offer a button that interrupts the running cell
 
 
 SWARM: Views[SwarmSnapshot] = Views(
     views.draw,
-    first="swarm",
     pages={"rounds": Page(views.draw_rounds, ("rounds back", views.RECENT - 1)), "map": Page(views.draw_map)},
     stops=True,
 )
@@ -99,8 +97,9 @@ class Panel(Generic[S]):
         self._stop = stop
         self._pause = pause
         self._views = views
-        self._pages = {views.first: Page(views.draw), **views.pages}
-        self._page = views.first
+        # the first page's name is seen only beside others, which the swarm's panel alone has
+        self._pages = {"swarm": Page(views.draw), **views.pages}
+        self._page = "swarm"
         self._chosen = 0
         # some kernels call back on a thread beside the busy cell
         self._lock = threading.RLock()
@@ -135,7 +134,14 @@ class Panel(Generic[S]):
         self._leave_button = make_button(name, "sign-out", tooltip, self._on_leave)
         tooltip = "Pause: your work stops, the others continue; some kernels react when no cell runs"
         self._pause_button = make_button(f"Pause {who}", "pause", tooltip, self._on_pause)
-        self._clock = self._build_clock()
+        self._clock = ipywidgets.Play(interval=1000, max=1_000_000, show_repeat=False)
+        # ipywidgets 7 has another name for this trait, and none for the tooltip
+        self._playing = "playing" if self._clock.has_trait("playing") else "_playing"
+        setattr(self._clock, self._playing, True)
+        self._clock.tooltip = "Auto-refresh: keep this view up to date while no cell runs"
+        self._clock.add_class("cs-live")
+        # many ticks may come at once
+        self._clock.observe(lambda change: self.tick(), names="value")
         row = []
         if len(self._pages) > 1:
             row.append(self._chooser)
@@ -151,20 +157,6 @@ class Panel(Generic[S]):
         self.refresh()
         for control in (self._clock, self._chooser, self._slider):
             _keep_listening(control)
-
-    def _build_clock(self) -> Any:
-        """Return the switch *Auto-refresh*: the browser ticks each second while it is on."""
-        import ipywidgets
-
-        clock = ipywidgets.Play(interval=1000, max=1_000_000, show_repeat=False)
-        # ipywidgets 7 has another name for this trait, and none for the tooltip
-        self._playing = "playing" if clock.has_trait("playing") else "_playing"
-        setattr(clock, self._playing, True)
-        clock.tooltip = "Auto-refresh: keep this view up to date while no cell runs"
-        clock.add_class("cs-live")
-        # many ticks may come at once
-        clock.observe(lambda change: self.tick(), names="value")
-        return clock
 
     def widget(self) -> Any:
         """Return the widget, to be shown or put into another one, and start its clock; None without a front-end."""
@@ -203,11 +195,9 @@ class Panel(Generic[S]):
         self._page = self._chooser.value
         self._chosen = self._slider.value
         slider = self._pages[self._page].slider
-        if slider is None:
-            self._slider.layout.display = "none"
-        else:
+        if slider:
             self._slider.description, self._slider.max = slider
-            self._slider.layout.display = ""
+        self._slider.layout.display = "" if slider else "none"
         _keep_listening(self._slider)
         self.refresh()
 
@@ -233,12 +223,10 @@ class Panel(Generic[S]):
         elif time.monotonic() - self._clicked_at > CONFIRM_S:
             # there was no second click
             update_button(self._leave_button, description=before, button_style="")
-        pause_button = self._pause_button
-        who = self._views.who
-        if self._paused:
-            update_button(pause_button, description=f"Resume {who}", icon="play", disabled=self._left)
-        else:
-            update_button(pause_button, description=f"Pause {who}", icon="pause", disabled=self._left)
+        verb = "Resume" if self._paused else "Pause"
+        icon = "play" if self._paused else "pause"
+        description = f"{verb} {self._views.who}"
+        update_button(self._pause_button, description=description, icon=icon, disabled=self._left)
 
     def _draw(self, page: Page[S], snapshot: S) -> Document:
         if page.slider:

@@ -172,29 +172,27 @@ class Replay:
 
     def _read(self, path: Path) -> list[int]:
         """Add the file's lines; return the numbers of those that cannot be read."""
-        damaged = []
+        damaged: list[int] = []
         with path.open("rb") as file:
             lines = iter(partial(file.readline, MAX_LINE_BYTES + 1), b"")
             for number, line in enumerate(lines, 1):
                 if line.isspace():
                     continue
                 try:
-                    self._add(_decoded(line))
+                    item = _decoded(line)
+                    require(self.headers or isinstance(item, Header), "a recording starts with a header")
                 except ValueError as error:
                     if not self.headers:
                         raise ValueError(f"{path} is not a recording: line {number}: {error}") from error
                     damaged.append(number)
+                    continue
+                if isinstance(item, Header):
+                    self.headers.append(item)
+                elif isinstance(item, Names):
+                    self.names |= item.names
+                else:
+                    self.events.append(item)
         return damaged
-
-    def _add(self, item: _Item) -> None:
-        if isinstance(item, Header):
-            self.headers.append(item)
-        elif not self.headers:
-            raise ValueError("a recording starts with a header")
-        elif isinstance(item, Names):
-            self.names |= item.names
-        else:
-            self.events.append(item)
 
     def draw(self, back: int = 0) -> theme.Document:
         """Return the run, with the round ``back`` before the last in full."""

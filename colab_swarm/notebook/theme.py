@@ -125,6 +125,7 @@ class Document:
     """
 
     def __init__(self, title: str = "", state: str = "", *, label: str) -> None:
+        self.title = title
         self._label = label
         self._html: list[str] = []
         self._lines: list[str] = []

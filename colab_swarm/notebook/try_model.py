@@ -27,9 +27,8 @@ class ModelProbe:
 
     def __init__(self) -> None:
         self.known: tuple[nn.Module, Any, Sequence[str]] | None = None  # model, tokenizer, questions
-        self._first_weights: dict[
-            str, list[tuple[Tensor, Tensor]]
-        ] = {}  # by optimizer: parameters and copies
+        # parameters and copies by optimizer
+        self._first_weights: dict[str, list[tuple[Tensor, Tensor]]] = {}
 
     def on_optimizer(self, name: str, optimizer: "SwarmOptimizer") -> None:
         """Copy the parameters of ``optimizer``, which has caught up, in half precision."""
@@ -84,18 +83,12 @@ class TryModel:
         document = Document(label="the model's answers")
         for reply in self.replies[:_MAX_REPLIES]:
             document.heading(reply.question, "")
-            answers: dict[str, list[str]] = {}
-            if reply.before:
-                answers["before"] = list(map(_in_words, reply.before))
-            if reply.now:
-                answers["now"] = list(map(_in_words, reply.now))
-            rows = list(zip(*answers.values(), strict=True))
-            document.table(list(answers), rows, list, what="answers")
+            answers = {"before": reply.before, "now": reply.now}
+            known = {name: list(map(_in_words, guesses)) for name, guesses in answers.items() if guesses}
+            document.table(list(known), list(zip(*known.values(), strict=True)), list, what="answers")
         if not all(reply.before for reply in self.replies):
-            reason = (
-                f"no swarm.optimizer(…) trains this model, or it has more than {size(MAX_BYTES)} of weights"
-            )
-            document.note(f"Answers from before are not known: {reason}.")
+            reason = "no swarm.optimizer(…) trains this model, or it has more than"
+            document.note(f"Answers from before are not known: {reason} {size(MAX_BYTES)} of weights.")
         return document
 
     def _form(self, question: str) -> Any:

@@ -131,28 +131,25 @@ def _metrics(status: "JobStatus") -> list[Sample]:
     samples: list[Sample] = [
         ("job_uptime_seconds", job, status.at - status.since),
         ("job_epoch", job, status.epoch),
-        ("job_finished", job, status.finished is not None),
+        ("job_finished", job, status.over),
         ("job_store_fault", job, bool(status.fault)),
-    ]
-    if status.accuracy is not None:
-        samples.append(("job_accuracy", job, status.accuracy))
-    for state, units in status.units.items():
-        samples.append(("job_units", {**job, "state": state}, units))
-    samples.append(("job_units_per_second", job, status.units_per_s))
-    samples.append(("job_samples_per_second", job, status.samples_per_s))
-    durations_s = status.update_s
-    if durations_s:
-        median_s = durations_s[len(durations_s) // 2]
-        slow_s = durations_s[len(durations_s) * 95 // 100]
-        samples.append(("job_update_seconds", {**job, "quantile": "0.5"}, median_s))
-        samples.append(("job_update_seconds", {**job, "quantile": "0.95"}, slow_s))
-    samples += [
+        ("job_units_per_second", job, status.units_per_s),
+        ("job_samples_per_second", job, status.samples_per_s),
         ("job_parameter_servers", job, status.servers),
         ("job_backlog", job, status.backlog),
         ("job_volunteers", job, len(status.volunteers)),
         ("job_assimilated_units_total", job, status.version),
         ("job_parameter_server_deaths_total", job, status.server_deaths),
     ]
+    if status.accuracy is not None:
+        samples.append(("job_accuracy", job, status.accuracy))
+    for state, units in status.units.items():
+        samples.append(("job_units", {**job, "state": state}, units))
+    durations_s = status.update_s
+    if durations_s:
+        for percent in (50, 95):
+            quantile = {**job, "quantile": f"{percent / 100:g}"}
+            samples.append(("job_update_seconds", quantile, durations_s[len(durations_s) * percent // 100]))
     return samples
 
 
@@ -160,7 +157,7 @@ JOB_VIEWS: "Views[JobStatus]" = Views(draw_job, who="coordinator", leave=("Stop"
 
 
 def status_page(look: "Callable[[], JobStatus]") -> "StatusPage[JobStatus]":
-    return StatusPage(look, lambda status: status.name, _page, _metrics, host="coordinator")
+    return StatusPage(look, _page, _metrics, host="coordinator")
 
 
 def draw_volunteer(snapshot: "VolunteerSnapshot") -> Document:

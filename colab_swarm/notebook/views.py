@@ -47,11 +47,11 @@ def draw(snapshot: SwarmSnapshot) -> theme.Document:
     document.curve(snapshot.loss_history, label=f"loss of {text(source)}: {_loss(snapshot)}")
     document.figures(_figures(snapshot))
     awaited = _awaited(snapshot)
-    if snapshot.target_batch_size > 0 and snapshot.state not in _OVER:
+    if awaited and snapshot.target_batch_size > 0:
         part = snapshot.accumulated / snapshot.target_batch_size
         words = f"{_collected(snapshot)} samples; {_when(snapshot)}; waiting for {awaited}"
         document.bar(part, words, title="next step")
-    elif awaited and not snapshot.model and snapshot.state not in _OVER:
+    elif awaited and not snapshot.model:
         document.note(f"waiting for {awaited}")
     _draw_peers(document, snapshot)
     document.note(*reversed(snapshot.log), title="log, newest first")
@@ -129,6 +129,8 @@ def _when(snapshot: SwarmSnapshot) -> str:
 
 def _awaited(snapshot: SwarmSnapshot) -> str:
     """Return what the run waits for, in words; empty if this peer sees none of it."""
+    if snapshot.state in _OVER:
+        return ""
     if snapshot.silent:
         return snapshot.silent
     if any(peer.me and peer.role == "catching up" for peer in snapshot.peers):
