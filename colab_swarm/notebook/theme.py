@@ -137,9 +137,10 @@ class Document:
         self._lines += lines
 
     def heading(self, title: str, state: str) -> None:
-        drawn = f'<b>{markup.text(title)}</b> <span class="soft">{markup.text(state, MAX_CHARS)}</span>'
-        words = f"{title}: {state}" if state else title
-        self.draw(f"<p>{drawn}</p>", markup.plain(words, MAX_CHARS))
+        if state:
+            title += ":"
+        drawn = f'<b>{markup.text(title, MAX_CHARS)}</b> <span class="soft">{markup.text(state, MAX_CHARS)}</span>'
+        self.draw(f"<p>{drawn}</p>", markup.plain(f"{title} {state}".rstrip(), MAX_CHARS))
 
     def warn(self, words: str, symbol: str = "⚠") -> None:
         if words:

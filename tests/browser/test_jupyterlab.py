@@ -107,4 +107,4 @@ def test_a_peer_is_killed_and_brought_back(lab: Lab, window: Window, artifacts: 
     page.page.screenshot(path=artifacts / "killed.png")
     page.click("Bring it back")
     page.wait_output("bob has joined")
-    assert "['crash'] Lesson(stopped at" in page.run(2) and window.complaints == []
+    assert "['crash'] Lesson(4 peers at step" in page.run(2) and window.complaints == []

@@ -36,20 +36,17 @@ def everything(snapshot: SwarmSnapshot) -> str:
     return "\n\n".join(page(snapshot).text() for page in (draw, draw_rounds, draw_map))
 
 
-def test_without_a_front_end_a_panel_is_text_and_static_html() -> None:
-    panel = Panel(lambda: SNAPSHOT, nothing)
-    assert repr(panel) == f"Panel({draw(SNAPSHOT).line})"
-    shown = draw(SNAPSHOT)
-    assert panel._repr_mimebundle_() == {"text/plain": shown.text(), "text/html": shown.html()}
-
-
-@pytest.mark.slow
-def test_with_a_front_end_the_widget_comes_with_the_text_and_the_html() -> None:
-    panel = Panel(lambda: SNAPSHOT, nothing, live=True)
+@pytest.mark.parametrize("live", [False, True])
+def test_a_panel_is_text_and_html_and_with_a_front_end_a_widget(live: bool) -> None:
+    panel, first = Panel(lambda: SNAPSHOT, nothing, live=live), draw(SNAPSHOT)
     bundle = panel._repr_mimebundle_()
-    assert bundle["text/plain"] == draw(SNAPSHOT).text()
-    assert bundle["text/html"] == draw(SNAPSHOT).html() == shown(panel)
-    assert bundle[VIEW] == {"model_id": panel.widget().model_id, "version_major": 2, "version_minor": 0}
+    widget = bundle.pop(VIEW, None)
+    assert repr(panel) == f"Panel({first.line})"
+    assert bundle == {"text/plain": first.text(), "text/html": first.html()}
+    assert (widget is None) is (panel.widget() is None) is not live
+    if live:
+        assert widget == {"model_id": panel.widget().model_id, "version_major": 2, "version_minor": 0}
+        assert shown(panel) == first.html()
 
 
 def shown(panel: Panel[SwarmSnapshot]) -> str:
@@ -95,12 +92,6 @@ async def test_a_shown_panel_starts_the_browsers_clock_until_it_is_switched_off_
     await until(lambda: panel._beat is None)
 
 
-def test_a_panel_without_a_front_end_or_a_loop_has_no_clock_to_start() -> None:
-    assert Panel(lambda: SNAPSHOT, nothing, live=False).widget() is None
-    panel = Panel(lambda: SNAPSHOT, nothing, live=True)
-    assert panel.widget() is not None and panel._beat is None
-
-
 def test_refresh_requests_queued_while_a_cell_ran_draw_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("colab_swarm.notebook.panel.SHOW_EVERY_S", 60.0)
     panel = Panel(steps(count=100), nothing, live=True)
@@ -109,7 +100,9 @@ def test_refresh_requests_queued_while_a_cell_ran_draw_once(monkeypatch: pytest.
     assert "training, step 1," in shown(panel)
 
 
-def test_the_leave_button_needs_two_clicks_and_does_not_block_the_kernel() -> None:
+def test_the_leave_button_needs_two_clicks_and_does_not_block_the_kernel(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     left, go_on = threading.Event(), threading.Event()
 
     def leave() -> None:
@@ -122,21 +115,16 @@ def test_the_leave_button_needs_two_clicks_and_does_not_block_the_kernel() -> No
     assert button.description == "Leave swarm? Click again" and not button.disabled
     panel.refresh()
     assert button.description == "Leave swarm? Click again"
+    with monkeypatch.context() as later:
+        later.setattr(panels, "CONFIRM_S", -1.0)  # as if the time were up
+        panel.refresh()
+        assert button.description == "Leave swarm"
+        button.click()
+        assert button.description == "Leave swarm? Click again"
     button.click()
     assert button.description == "Left" and button.disabled and not left.is_set()
     go_on.set()
     assert left.wait(10)
-
-
-def test_the_leave_button_resets_without_a_second_click(monkeypatch: pytest.MonkeyPatch) -> None:
-    panel = Panel(lambda: SNAPSHOT, nothing, live=True)
-    button = control(panel, "Button", "Leave")
-    button.click()
-    monkeypatch.setattr(panels, "CONFIRM_S", -1.0)  # as if the time were up
-    panel.refresh()
-    assert button.description == "Leave swarm"
-    button.click()
-    assert button.description == "Leave swarm? Click again"
 
 
 def test_the_pause_button_toggles() -> None:
@@ -220,13 +208,16 @@ def test_an_ascii_terminal_gets_ascii(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "zo?" in shown and "~ and 40 more peers" in shown and "\x1b" not in shown
 
 
-def test_watching_ends_in_time_or_when_its_peer_left(capsys: pytest.CaptureFixture[str]) -> None:
+def test_watching_repaints_and_ends_in_time_or_when_its_peer_left(capsys: pytest.CaptureFixture[str]) -> None:
     Panel(steps(), nothing, live=False).watch(every_s=0)
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == draw(dataclasses.replace(SNAPSHOT, step=1)).line
     assert "\n".join(lines[1:]) == everything(LEFT)
     Panel(lambda: SNAPSHOT, nothing, live=False).watch(seconds=0)
     assert capsys.readouterr().out == everything(SNAPSHOT) + "\n"
+    panel = Panel(steps(count=4), nothing, live=True)
+    panel.watch(every_s=0)
+    assert shown(panel) == draw(LEFT).html()
 
 
 def test_an_interrupt_stops_watching_but_not_the_peer(capsys: pytest.CaptureFixture[str]) -> None:
@@ -240,12 +231,6 @@ def test_an_interrupt_stops_watching_but_not_the_peer(capsys: pytest.CaptureFixt
     Panel(read, stopped.set, live=False).watch(every_s=0)
     assert "Stopped watching; the peer continues" in capsys.readouterr().out
     assert not stopped.is_set()
-
-
-def test_watching_with_widgets_repaints_the_view() -> None:
-    panel = Panel(steps(count=4), nothing, live=True)
-    panel.watch(every_s=0)
-    assert shown(panel) == draw(LEFT).html()
 
 
 def test_tick_in_a_training_loop_reads_few_snapshots(capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from colab_swarm import events
@@ -73,7 +73,9 @@ def test_a_torn_line_is_left_out_with_a_note(path: Path, again: bool) -> None:
     assert found.note in str(found)
 
 
-def test_a_full_file_ends_the_recording_with_a_fault(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_file_or_a_failing_disk_ends_the_recording_with_a_fault(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(recorder, "MAX_BYTES", 2000)
     log = EventLog()
     writer = Recorder(log, path, HEADER)
@@ -84,16 +86,11 @@ def test_a_full_file_ends_the_recording_with_a_fault(path: Path, monkeypatch: py
     (fault,) = log.recent(Fault)
     assert isinstance(fault, Fault) and "the recording has ended" in fault.text
     assert 10 < len(replay(path).events) < 100
-
-
-def test_a_failing_disk_ends_only_the_recording(path: Path) -> None:
-    log = EventLog()
     writer = Recorder(log, path, HEADER)
     writer._file.close()
     log.emit(EVENTS[0])
     writer.close()
-    (fault,) = log.recent(Fault)
-    assert isinstance(fault, Fault) and "cannot write" in fault.text
+    assert "cannot write" in log.recent(Fault)[-1].text  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("text", ["a" * (MAX_LINE_BYTES + 1), "/tmp/\udcff"])
@@ -146,6 +143,7 @@ kinds = st.sampled_from(["RoundFinished", "StepFinished", "Names", "Header"])
 
 
 @given(st.lists(st.binary(max_size=60) | st.tuples(kinds, fields), max_size=4))
+@example([b'{"kind":"StepFinished","data":{"at":1.0,"step":' + b"7" * 5000 + b',"samples":1.0,"loss":1.0}}'])
 @settings(max_examples=80, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_an_arbitrary_file_is_drawn_or_refused(
     path: Path, lines: list[bytes | tuple[str, dict[str, object]]]
@@ -166,15 +164,6 @@ def test_an_arbitrary_file_is_drawn_or_refused(
         assert "members of the round" in shown.draw().html() or not (
             shown.rounds and shown.rounds[-1].members
         )
-
-
-def test_a_number_with_thousands_of_digits_is_refused_or_drawn(path: Path) -> None:
-    line = msgspec.json.encode({"kind": "RoundFinished", "data": finished(7)})
-    path.write_bytes(GOOD + line.replace(b'"step":7', b'"step":' + b"7" * 5000) + b"\n" + GOOD)
-    try:
-        assert str(replay(path))
-    except ValueError as error:
-        assert "line 2" in str(error)
 
 
 def test_a_replay_shows_the_run_in_one_line_and_in_full(path: Path) -> None:
