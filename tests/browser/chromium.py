@@ -1,6 +1,9 @@
 """The browser that pages are tried in, and what is missing where there is none."""
 
+import re
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -18,6 +21,16 @@ def needs(*packages: str) -> list[pytest.MarkDecorator]:
     missing += [] if CHROMIUM else ["chromium"]
     reason = f"not installed here: {', '.join(missing)}"
     return [pytest.mark.slow, pytest.mark.skipif(bool(missing), reason=reason)]
+
+
+@contextmanager
+def browsing() -> Iterator[Any]:
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, headless=True, args=QUIET)
+        yield browser
+        browser.close()
 
 
 class Window:
@@ -48,3 +61,61 @@ class Window:
             page.screenshot(path=self._artifacts / f"end-{number}.png", full_page=True)
         (self._artifacts / "console.log").write_text("\n".join(self.complaints))
         self._context.close()
+
+
+class Notebook:
+    """A notebook in a page; each front-end has names of its own for the parts."""
+
+    cell: str  # selectors
+    output_area: str
+    button: str
+    first_s: float = 30.0  # time limit for what a cell shows
+
+    def __init__(self, page: Any) -> None:
+        self.page = page
+
+    def start(self, cell: int) -> None:
+        """Run a cell and do not wait for its end."""
+        raise NotImplementedError
+
+    def wait_end(self, cell: int) -> None:
+        raise NotImplementedError
+
+    def run(self, cell: int, says: str = "") -> str:
+        self.start(cell)
+        output = self.finish(cell, says)
+        assert "Traceback (most recent call last)" not in output, output
+        return output
+
+    def finish(self, cell: int, says: str = "") -> str:
+        """Wait for a cell's end, and for ``says``: outputs are drawn a moment later. Returns all that stands there."""
+        self.wait_end(cell)
+        if says:
+            here = self.page.locator(f"{self.cell} >> nth={cell}")
+            here.filter(has_text=re.compile(f"{re.escape(says)}|Traceback")).first.wait_for(timeout=10_000)
+        return self.output(cell)
+
+    def output(self, cell: int) -> str:
+        outputs = self.page.locator(f"{self.cell} >> nth={cell} >> {self.output_area}")
+        return "\n".join(outputs.all_inner_texts())
+
+    def wait_output(self, text: str | re.Pattern[str]) -> None:
+        shown = self.page.locator(self.output_area, has_text=text).first
+        shown.wait_for(timeout=1000 * self.first_s)
+
+    def click(self, button: str) -> None:
+        self.page.click(f'{self.button}:has-text("{button}")')
+
+    def connect(self, name: str, invitation: str = "") -> None:
+        """Fill in the form of `cs.connect`, and press its button."""
+        for field, value in {"Invitation": invitation, "Your name": name}.items():
+            box = self.page.locator(".widget-text", has_text=field).locator("input")
+            box.fill(value)
+            box.blur()
+        self.page.locator('.widget-checkbox input[type="checkbox"]').first.check()
+        self.click("Start / Join")
+
+    def invitation(self) -> str:
+        """The one that a started run shows."""
+        text: str = self.page.locator(".cs-view code", has_text="swarm://").inner_text()
+        return text.strip()

@@ -1,12 +1,10 @@
 """Classic Notebook in Chromium: the server and the widgets of Colab's generation, from an environment of their own."""
 
-import re
 from pathlib import Path
-from typing import Any
 
 import nbformat
 
-from tests.browser.chromium import Window
+from tests.browser.chromium import Notebook, Window
 from tests.browser.lab import Server, written
 
 ENVIRONMENT = Path(__file__).parents[2] / ".venv-classic"
@@ -35,34 +33,17 @@ class Classic(Server):
         return opened
 
 
-class ClassicNotebook:
-    def __init__(self, page: Any) -> None:
-        self.page = page
+class ClassicNotebook(Notebook):
+    cell = ".code_cell"
+    output_area = ".output_area"
+    button = "button"
+    first_s = 90.0
 
     def start(self, cell: int) -> None:
         self.page.evaluate("i => Jupyter.notebook.execute_cells([i])", cell)
 
+    def wait_end(self, cell: int) -> None:
+        self.page.wait_for_function(FINISHED, arg=cell, timeout=120_000)
+
     def interrupt(self) -> None:
         self.page.evaluate("() => Jupyter.notebook.kernel.interrupt()")
-
-    def run(self, cell: int, says: str = "") -> str:
-        self.start(cell)
-        self.page.wait_for_function(FINISHED, arg=cell, timeout=120_000)
-        if says:
-            here = self.page.locator(f".code_cell >> nth={cell} >> .output_area")
-            here.filter(has_text=re.compile(f"{re.escape(says)}|Traceback")).first.wait_for(timeout=10_000)
-        output = "\n".join(self.page.locator(f".code_cell >> nth={cell} >> .output_area").all_inner_texts())
-        assert "Traceback (most recent call last)" not in output, output
-        return output
-
-    def fill(self, field: str, value: str) -> None:
-        self.page.locator(".widget-text", has_text=field).locator("input").fill(value)
-
-    def tick_first_box(self) -> None:
-        self.page.locator('.widget-checkbox input[type="checkbox"]').first.check()
-
-    def wait_output(self, text: str) -> None:
-        self.page.locator(".output_area", has_text=text).first.wait_for(timeout=90_000)
-
-    def click(self, button: str) -> None:
-        self.page.click(f'button:has-text("{button}")')

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.browser.chromium import ARTIFACTS, CHROMIUM, QUIET, Window
+from tests.browser.chromium import ARTIFACTS, Window, browsing
 from tests.browser.lab import Lab
 
 
@@ -24,12 +24,8 @@ def artifacts(request: pytest.FixtureRequest) -> Path:
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
     """No longer than a module: while Playwright runs, its thread takes no `asyncio.run`."""
-    from playwright.sync_api import sync_playwright
-
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, headless=True, args=QUIET)
+    with browsing() as browser:
         yield browser
-        browser.close()
 
 
 @pytest.fixture

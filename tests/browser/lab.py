@@ -3,7 +3,6 @@
 import itertools
 import json
 import os
-import re
 import signal
 import socket
 import subprocess
@@ -18,7 +17,7 @@ from typing import Any, Self
 
 import nbformat
 
-from tests.browser.chromium import CHROMIUM, QUIET, Window
+from tests.browser.chromium import Notebook, Window, browsing
 from tests.notebooks.cells import filled_in
 
 OPTIONS = (
@@ -94,11 +93,8 @@ class Lab(Server):
             self.ask(f"api/sessions/{session['id']}", "DELETE")
 
     def ask(self, path: str, method: str = "GET", body: object = None) -> bytes:
-        request = urllib.request.Request(
-            f"http://127.0.0.1:{self.port}/{path}",
-            method=method,
-            data=None if body is None else json.dumps(body).encode(),
-        )
+        url = f"http://127.0.0.1:{self.port}/{path}"
+        request = urllib.request.Request(url, json.dumps(body).encode() if body else None, method=method)
         with urllib.request.urlopen(request, timeout=20) as answer:
             return answer.read()
 
@@ -114,10 +110,10 @@ class Lab(Server):
             assert time.monotonic() < deadline, f"{path} has no kernel: {self.log.read_text()[-2000:]}"
             time.sleep(0.1)
 
-    def open(self, window: Window, name: str, cells: list[str]) -> "Notebook":
+    def open(self, window: Window, name: str, cells: list[str]) -> "LabNotebook":
         return self._show(window, name, written(cells))
 
-    def open_ours(self, window: Window, path: Path, **form: object) -> "Notebook":
+    def open_ours(self, window: Window, path: Path, **form: object) -> "LabNotebook":
         notebook = nbformat.read(path, as_version=4)
         for cell in notebook.cells:
             cell.source = filled_in(cell.source, **form)
@@ -125,11 +121,11 @@ class Lab(Server):
                 cell.outputs, cell.execution_count = [], None
         return self._show(window, path.stem, notebook)
 
-    def _show(self, window: Window, name: str, notebook: Any) -> "Notebook":
+    def _show(self, window: Window, name: str, notebook: Any) -> "LabNotebook":
         # JupyterLab remembers, and asks for the kernels of former tests
         name = f"{name}-{next(self._numbers)}"
         nbformat.write(notebook, self.notebooks / f"{name}.ipynb")
-        opened = Notebook(window.new_page(**TALL))
+        opened = LabNotebook(window.new_page(**TALL))
         opened.page.goto(f"http://127.0.0.1:{self.port}/lab/workspaces/{name}/tree/{name}.ipynb")
         self._wait_kernel(f"{name}.ipynb")
         opened.wait_idle()
@@ -146,14 +142,10 @@ def written(cells: list[str]) -> Any:
 @contextmanager
 def in_jupyterlab(**look: Any) -> Iterator[tuple[Lab, Window]]:
     """A JupyterLab and a window on it, outside of tests; ``look`` is for Playwright."""
-    from playwright.sync_api import sync_playwright
-
-    with tempfile.TemporaryDirectory() as folder, Lab(Path(folder)) as lab, sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, headless=True, args=QUIET)
+    with tempfile.TemporaryDirectory() as folder, Lab(Path(folder)) as lab, browsing() as browser:
         window = Window(browser, Path(folder), **look)
         yield lab, window
         window.close()
-        browser.close()
 
 
 def _settings(folder: Path) -> dict[str, str]:
@@ -166,9 +158,10 @@ def _settings(folder: Path) -> dict[str, str]:
     return own | {"JUPYTERLAB_SETTINGS_DIR": str(folder / "settings")}
 
 
-class Notebook:
-    def __init__(self, page: Any) -> None:
-        self.page = page
+class LabNotebook(Notebook):
+    cell = CELL
+    output_area = ".jp-OutputArea-output"
+    button = "button.jupyter-button"
 
     def wait_idle(self) -> None:
         self.page.wait_for_selector(CELL)
@@ -188,41 +181,9 @@ class Notebook:
                 pass
         raise AssertionError(f"cell {cell} does not start")
 
-    def run(self, cell: int, says: str = "") -> str:
-        self.start(cell)
-        output = self.finish(cell, says)
-        assert "Traceback (most recent call last)" not in output, output
-        return output
-
-    def finish(self, cell: int, says: str = "") -> str:
-        """Wait for a cell's end, and for ``says``: outputs are drawn a moment later. Returns all that stands there."""
+    def wait_end(self, cell: int) -> None:
         self.page.wait_for_function(FINISHED, arg=cell, timeout=60_000)
         self.wait_idle()
-        if says:
-            here = self.page.locator(f"{CELL} >> nth={cell} >> .jp-OutputArea")
-            here.filter(has_text=re.compile(f"{re.escape(says)}|Traceback")).first.wait_for(timeout=10_000)
-        return self.output(cell)
-
-    def output(self, cell: int) -> str:
-        outputs = self.page.locator(f"{CELL} >> nth={cell} >> .jp-OutputArea-output")
-        return "\n".join(outputs.all_inner_texts())
-
-    def wait_output(self, text: str | re.Pattern[str]) -> None:
-        self.page.locator(".jp-OutputArea-output", has_text=text).first.wait_for(timeout=30_000)
-
-    def click(self, button: str) -> None:
-        self.page.click(f'button.jupyter-button:has-text("{button}")')
-
-    def fill(self, field: str, value: str) -> None:
-        box = self.page.locator(".widget-text", has_text=field).locator("input")
-        box.fill(value)
-        box.blur()
-
-    def tick_first_box(self) -> None:
-        self.page.locator('.widget-checkbox input[type="checkbox"]').first.check()
-
-    def wait_button(self, text: str) -> None:
-        self.page.locator("button.jupyter-button", has_text=text).first.wait_for(timeout=30_000)
 
     def interrupt(self) -> None:
         self.page.click('jp-button[data-command="notebook:interrupt-kernel"]')

@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.browser.chromium import Window, needs
-from tests.browser.classic import ENVIRONMENT, FINISHED, Classic
-from tests.browser.friends import connect
+from tests.browser.classic import ENVIRONMENT, Classic
 from tests.notebooks.cells import code_cells
 from tests.notebooks.kernel import NOTEBOOKS
 
@@ -49,14 +48,22 @@ def test_a_panel_repaints_turns_pages_and_leaves(classic: Classic, window: Windo
 def test_friends_start_and_join_by_the_four_cells(classic: Classic, window: Window, artifacts: Path) -> None:
     cells = list(code_cells(NOTEBOOKS / "swarm.ipynb"))
     alice, bob = (classic.open(window, f"swarm-{name}", cells) for name in ("alice", "bob"))
-    connect(alice, bob, artifacts)
+    for friend in (alice, bob):
+        friend.run(0)
+        friend.run(1)
+    alice.page.screenshot(path=artifacts / "connect.png")
+    alice.connect("alice")
+    alice.wait_output("others reach you")
+    line = alice.invitation()
+    bob.connect("bob", f'  "{line[:40]}\n{line[40:]}" ')  # as a chat program breaks it
+    bob.wait_output("reached")
     for friend in (alice, bob):
         friend.start(2)
     for friend in (alice, bob):
         friend.wait_output("my-swarm: training, step")
     for friend in (alice, bob):
         friend.interrupt()
-        friend.page.wait_for_function(FINISHED, arg=2, timeout=30_000)
+        friend.wait_end(2)
     alice.run(1)  # the cell again: the same peer, and no form
     assert alice.page.locator('button:has-text("Start / Join")').count() == 0
     for friend in (alice, bob):

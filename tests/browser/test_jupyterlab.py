@@ -1,15 +1,11 @@
-"""Notebooks in a real JupyterLab: the form and its panel, the first tutorial, a lesson that plays on its own."""
+"""Notebooks in a real JupyterLab: the form and its panel, a lesson that plays on its own."""
 
 import re
 from pathlib import Path
 
-import pytest
-
 from tests.browser.chromium import Window, needs
-from tests.browser.lab import CELL, Lab
-from tests.notebooks.cells import code_cells
+from tests.browser.lab import Lab
 from tests.notebooks.kernel import NOTEBOOKS
-from tests.notebooks.regenerate import TUTORIALS
 
 pytestmark = needs("jupyterlab", "ipywidgets")
 FORM = [
@@ -23,18 +19,14 @@ def test_the_form_becomes_an_invitation_and_a_live_panel(lab: Lab, window: Windo
     alice = lab.open(window, "form", FORM)
     alice.page.context.grant_permissions(["clipboard-read", "clipboard-write"])
     alice.run(0)
-    alice.fill("Your name", "alice")
-    alice.tick_first_box()
-    alice.click("Start / Join")
+    alice.connect("alice")
     alice.wait_output("form-run: joined, 1 peer")
     assert "waiting for the first other peer" in alice.output(0)
     alice.page.click('button:text-is("Copy")')
     alice.page.locator('button:text-is("Copied")').wait_for()
     copied = alice.page.evaluate("navigator.clipboard.readText()").strip()
-    assert copied == alice.page.locator(".cs-view code", has_text="swarm://").inner_text().strip() != ""
-    alice.page.locator('.cs-view [aria-label="QR code of the invitation"]').screenshot(
-        path=artifacts / "qr.png"
-    )
+    assert copied == alice.invitation() != ""
+    alice.page.locator('.cs-view [aria-label="QR code of the invitation"]').wait_for()
     alice.run(1)
     alice.wait_output("form-run: joined, 2 peers")  # no click, and no cell, has refreshed it
     alice.page.screenshot(path=artifacts / "form.png")
@@ -50,9 +42,7 @@ def test_a_page_that_is_loaded_again_in_mid_training_has_the_line_of_the_cell(
     alice = lab.open_ours(window, NOTEBOOKS / "swarm.ipynb")
     alice.run(0)
     alice.run(1)
-    alice.fill("Your name", "alice")
-    alice.tick_first_box()
-    alice.click("Start / Join")
+    alice.connect("alice")
     alice.wait_output("others reach you")
     alice.start(2)
     line = re.compile(r"step [1-9]\d* of 1000: .*colab-swarm status my-swarm --watch")
@@ -64,16 +54,6 @@ def test_a_page_that_is_loaded_again_in_mid_training_has_the_line_of_the_cell(
     alice.page.reload()
     alice.wait_output(line)
     alice.page.screenshot(path=artifacts / "reloaded-in-training.png")
-
-
-@pytest.mark.ordeal
-def test_the_first_tutorial_runs_from_top_to_bottom(lab: Lab, window: Window, artifacts: Path) -> None:
-    lesson = lab.open_ours(window, TUTORIALS[0])
-    outputs = []
-    for number in range(len(code_cells(TUTORIALS[0]))):
-        outputs.append(lesson.run(number))
-        lesson.page.locator(f"{CELL} >> nth={number}").screenshot(path=artifacts / f"{number + 1:02}.png")
-    assert "Swarm(first-swarm, alice, left)" in "\n".join(outputs) and window.complaints == []
 
 
 PLAY = [

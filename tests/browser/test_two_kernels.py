@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.browser.chromium import Window, needs
-from tests.browser.lab import Lab, Notebook
+from tests.browser.lab import Lab, LabNotebook
 
 pytestmark = needs("jupyterlab", "ipywidgets")
 NOTICED_S = 5.0
@@ -40,7 +40,7 @@ GO_ON = 'train(optimizer.global_step + 2)\nprint("two steps further")'
 
 
 @pytest.fixture
-def pair(lab: Lab, window: Window, tmp_path: Path) -> tuple[Notebook, Notebook]:
+def pair(lab: Lab, window: Window, tmp_path: Path) -> tuple[LabNotebook, LabNotebook]:
     alice = lab.open(window, "alice", [CREATE, PREPARE, DEFINE, TRAIN, GO_ON])
     invite = alice.run(0).strip()
     join, resume = (cell.format(invite=invite, folder=str(tmp_path / "bob")) for cell in (JOIN, RESUME))
@@ -56,7 +56,7 @@ def pair(lab: Lab, window: Window, tmp_path: Path) -> tuple[Notebook, Notebook]:
 
 
 def test_a_kernel_that_is_killed_shows_in_the_others_panel_and_resumes_as_the_same_peer(
-    pair: tuple[Notebook, Notebook], window: Window, artifacts: Path
+    pair: tuple[LabNotebook, LabNotebook], window: Window, artifacts: Path
 ) -> None:
     alice, bob = pair
     (kernel,) = re.findall(r"kernel (\d+)", bob.output(1))
@@ -82,7 +82,7 @@ def test_a_kernel_that_is_killed_shows_in_the_others_panel_and_resumes_as_the_sa
 
 
 def test_the_stop_button_ends_the_cell_and_a_page_that_is_loaded_again_has_a_live_panel(
-    pair: tuple[Notebook, Notebook], window: Window, artifacts: Path
+    pair: tuple[LabNotebook, LabNotebook], window: Window, artifacts: Path
 ) -> None:
     alice, bob = pair
     alice.click("Stop")
