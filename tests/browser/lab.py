@@ -10,15 +10,12 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Self
 
 import nbformat
 
-from tests.browser.chromium import Notebook, Window, browsing
-from tests.notebooks.cells import filled_in
+from tests.browser.chromium import Notebook, Window
 
 OPTIONS = (
     "--no-browser",
@@ -111,20 +108,9 @@ class Lab(Server):
             time.sleep(0.1)
 
     def open(self, window: Window, name: str, cells: list[str]) -> "LabNotebook":
-        return self._show(window, name, written(cells))
-
-    def open_ours(self, window: Window, path: Path, **form: object) -> "LabNotebook":
-        notebook = nbformat.read(path, as_version=4)
-        for cell in notebook.cells:
-            cell.source = filled_in(cell.source, **form)
-            if cell.cell_type == "code":
-                cell.outputs, cell.execution_count = [], None
-        return self._show(window, path.stem, notebook)
-
-    def _show(self, window: Window, name: str, notebook: Any) -> "LabNotebook":
         # JupyterLab remembers, and asks for the kernels of former tests
         name = f"{name}-{next(self._numbers)}"
-        nbformat.write(notebook, self.notebooks / f"{name}.ipynb")
+        nbformat.write(written(cells), self.notebooks / f"{name}.ipynb")
         opened = LabNotebook(window.new_page(**TALL))
         opened.page.goto(f"http://127.0.0.1:{self.port}/lab/workspaces/{name}/tree/{name}.ipynb")
         self._wait_kernel(f"{name}.ipynb")
@@ -137,15 +123,6 @@ def written(cells: list[str]) -> Any:
     notebook = nbformat.v4.new_notebook(cells=list(map(nbformat.v4.new_code_cell, cells)))
     notebook.metadata["kernelspec"] = {"display_name": "Python 3", "name": "python3"}
     return notebook
-
-
-@contextmanager
-def in_jupyterlab(**look: Any) -> Iterator[tuple[Lab, Window]]:
-    """A JupyterLab and a window on it, outside of tests; ``look`` is for Playwright."""
-    with tempfile.TemporaryDirectory() as folder, Lab(Path(folder)) as lab, browsing() as browser:
-        window = Window(browser, Path(folder), **look)
-        yield lab, window
-        window.close()
 
 
 def _settings(folder: Path) -> dict[str, str]:

@@ -5,10 +5,12 @@ The PNG holds the digest of the panel that it shows, so that a test notices when
 
 import hashlib
 import io
+import tempfile
 from pathlib import Path
 
 from colab_swarm.notebook import panel, theme, views
-from tests.browser.lab import CELL, in_jupyterlab
+from tests.browser.chromium import Window, browsing
+from tests.browser.lab import CELL, Lab
 from tests.notebook.test_rounds import TOLD
 
 PICTURE = Path(__file__).parents[2] / "tutorials" / "images" / "panel.png"
@@ -54,7 +56,8 @@ def digest() -> str:
 def main() -> None:
     from PIL import Image, PngImagePlugin
 
-    with in_jupyterlab(device_scale_factor=2) as (lab, window):
+    with tempfile.TemporaryDirectory() as folder, Lab(Path(folder)) as lab, browsing() as browser:
+        window = Window(browser, Path(folder), device_scale_factor=2)
         notebook = lab.open(window, "picture", [TRAINED])
         notebook.page.set_viewport_size({"width": 1240, "height": 2000})
         print(notebook.run(0).splitlines()[0])

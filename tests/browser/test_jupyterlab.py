@@ -5,6 +5,7 @@ from pathlib import Path
 
 from tests.browser.chromium import Window, needs
 from tests.browser.lab import Lab
+from tests.notebooks.cells import code_cells
 from tests.notebooks.kernel import NOTEBOOKS
 
 pytestmark = needs("jupyterlab", "ipywidgets")
@@ -39,7 +40,7 @@ def test_the_form_becomes_an_invitation_and_a_live_panel(lab: Lab, window: Windo
 def test_a_page_that_is_loaded_again_in_mid_training_has_the_line_of_the_cell(
     lab: Lab, window: Window, artifacts: Path
 ) -> None:
-    alice = lab.open_ours(window, NOTEBOOKS / "swarm.ipynb")
+    alice = lab.open(window, "swarm", code_cells(NOTEBOOKS / "swarm.ipynb"))
     alice.run(0)
     alice.run(1)
     alice.connect("alice")

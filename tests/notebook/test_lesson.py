@@ -51,53 +51,27 @@ class Run(list[tuple[Any, ...]]):
         self.append(action)
 
 
-@pytest.fixture
-def run() -> Run:
-    return Run()
-
-
-@pytest.fixture
-def controls(run: Run) -> LessonControls:
-    step, choose_speed = partial(run.inject, "step"), partial(run.inject, "playback")
-    return LessonControls(LESSON_NOW, run.inject, step, choose_speed)
-
-
-@pytest.fixture
-def made(controls: LessonControls) -> dict[str, Any]:
-    return {child.description: child for row in controls.rows for child in row.children}
-
-
 @pytest.mark.slow
-def test_every_control_has_a_name_and_injects_its_action(run: Run, made: dict[str, Any]) -> None:
+def test_each_control_has_a_name_injects_its_action_and_follows_the_peers() -> None:
+    run = Run()
+    step, choose_speed = partial(run.inject, "step"), partial(run.inject, "playback")
+    controls = LessonControls(LESSON_NOW, run.inject, step, choose_speed)
+    made = {child.description: child for row in controls.rows for child in row.children}
     assert all(made)
     made["samples/s"].value = 2.0
     made["slower connection"].value = 20.0
     made["playback"].value = 50.0
     made["Step 1 s"].click()
     made["Add a peer"].click()
-    assert run[:2] == [("speed", "alice", 2.0), ("slow", "alice", 20.0)]
-    assert run[2:] == [("playback", 50.0), ("step",), ("join",)]
-
-
-@pytest.mark.slow
-def test_a_live_peer_can_be_killed_and_a_crashed_one_brought_back(run: Run, made: dict[str, Any]) -> None:
     kill, back, who = made["Kill this peer"], made["Bring it back"], made["this peer:"]
     assert (kill.disabled, back.disabled) == (False, True)
     kill.click()
     who.value = "<b>bob"
     assert (kill.disabled, back.disabled) == (True, False)
     back.click()
-    assert run == [("crash", "alice"), ("join", "<b>bob")]
-
-
-@pytest.mark.slow
-def test_an_update_offers_new_peers_and_injects_nothing(
-    run: Run, controls: LessonControls, made: dict[str, Any]
-) -> None:
-    carol = peer("carol", "training", 4)
-    made["this peer:"].value = "<b>bob"
-    controls.update(dataclasses.replace(LESSON_NOW, peers=(*PEERS, carol)))
-    assert made["this peer:"].options == ("alice", "<b>bob", "carol")
-    assert made["this peer:"].value == "<b>bob" and not run
+    assert run[:3] == [("speed", "alice", 2.0), ("slow", "alice", 20.0), ("playback", 50.0)]
+    assert run[3:] == [("step",), ("join",), ("crash", "alice"), ("join", "<b>bob")]
+    controls.update(dataclasses.replace(LESSON_NOW, peers=(*PEERS, peer("carol", "training", 4))))
+    assert who.options == ("alice", "<b>bob", "carol") and who.value == "<b>bob" and len(run) == 7
     controls.update(dataclasses.replace(LESSON_NOW, state="finished"))
     assert all(widget.disabled for widget in made.values())

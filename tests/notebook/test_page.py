@@ -151,15 +151,6 @@ async def test_many_browsers_cost_one_look_a_second_and_too_many_get_429() -> No
 
 
 @pytest.mark.real_time
-async def test_a_port_that_is_taken_is_an_error() -> None:
-    async with served() as scene:
-        other = status_page(scene.look)
-        with pytest.raises(OSError):
-            await other.start("127.0.0.1", int(scene.page.url.rstrip("/").rpartition(":")[2]))
-        await other.close()
-
-
-@pytest.mark.real_time
 @pytest.mark.parametrize("sent", [b"", b"GET / HT"])
 async def test_a_silent_visitor_is_hung_up_on(monkeypatch: pytest.MonkeyPatch, sent: bytes) -> None:
     monkeypatch.setattr("colab_swarm.notebook.page.IDLE_S", 0.05)

@@ -63,13 +63,6 @@ def test_each_platform_is_known_by_its_environment(
     assert platforms.platform() is expected
 
 
-def test_colab_requires_the_terms_and_says_how_to_agree(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLAB_RELEASE_TAG", "release-colab")
-    with pytest.raises(TermsError, match=r"accept_terms=True"):
-        platforms.require_terms(False)
-    platforms.require_terms(True)
-
-
 @pytest.mark.parametrize(
     ("variable", "words"),
     [

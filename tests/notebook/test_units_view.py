@@ -1,7 +1,5 @@
 """The views of a coordinator, its page, and those of a volunteer."""
 
-import dataclasses
-import math
 from dataclasses import replace
 from typing import Any
 
@@ -9,8 +7,8 @@ import msgspec
 
 from colab_swarm.notebook.units_view import draw_job, draw_volunteer, figures, status_page
 from colab_swarm.workunits.client import UnitProgress, VolunteerSnapshot
-from colab_swarm.workunits.state import MAX_MARKS, EpochEnded, JobStatus
-from tests.workunits.statuses import NOW, status
+from colab_swarm.workunits.state import MAX_MARKS, JobStatus
+from tests.workunits.statuses import status
 
 MARKS = ("assimilated", "queued", "training", "late", "rejected", "waiting")
 UNITS = (
@@ -98,14 +96,6 @@ def test_an_unreachable_store_and_servers_that_die_repeatedly_show_on_the_page()
     assert "the store does not answer: redis is away" in live(status(fault="redis is away"))
     assert "parameter servers end" not in live(status())
     assert "parameter servers end again and again" in live(status(servers=0, server_deaths=3))
-
-
-def test_the_curve_stays_small_over_thousands_of_epochs() -> None:
-    epochs = [EpochEnded(at=NOW, epoch=i + 1, accuracy=i / 5000, low=0.0, high=1.0) for i in range(5000)]
-    broken = EpochEnded(at=NOW, epoch=5001, accuracy=math.nan, low=math.nan, high=math.nan)
-    shown = status()
-    drawn = live(dataclasses.replace(shown, epochs=(*epochs, broken)))
-    assert len(drawn) < 60_000 and "nan" not in drawn[drawn.index("<svg") : drawn.index("</svg>")]
 
 
 def test_programs_get_the_same_figures() -> None:
