@@ -28,21 +28,23 @@ def test_a_plain_process_is_no_notebook_and_has_no_terms() -> None:
     platforms.require_terms(False)
 
 
-def test_a_kaggle_batch_run_has_no_front_end(kernel: pytest.MonkeyPatch) -> None:
-    kernel.setenv("KAGGLE_KERNEL_RUN_TYPE", "Interactive")
-    assert platforms.in_kaggle() and platforms.has_frontend()
-    assert "switch Internet on" in platforms.platform().internet_help
-    platforms.require_terms(False)
-    kernel.setenv("KAGGLE_KERNEL_RUN_TYPE", "Batch")
-    assert platforms.in_notebook() and not platforms.has_frontend()
-
-
-@pytest.mark.parametrize("asked", [True, False])
-def test_a_kernel_that_allows_input_has_a_page(kernel: pytest.MonkeyPatch, asked: bool) -> None:
-    sys.modules["IPython"].get_ipython().kernel._allow_stdin = asked
-    assert platforms.has_frontend() is asked
-    kernel.setenv("COLAB_RELEASE_TAG", "release-colab")  # always has a page
-    assert platforms.has_frontend()
+@pytest.mark.parametrize(
+    ("variables", "may_ask", "has_page"),
+    [
+        ({}, True, True),
+        ({}, False, False),  # as in `jupyter execute`
+        ({"COLAB_RELEASE_TAG": "release-colab"}, False, True),
+        ({"KAGGLE_KERNEL_RUN_TYPE": "Interactive"}, True, True),
+        ({"KAGGLE_KERNEL_RUN_TYPE": "Batch"}, True, False),
+    ],
+)
+def test_a_kernel_has_a_page_if_it_may_ask_or_its_platform_says_so(
+    kernel: pytest.MonkeyPatch, variables: dict[str, str], may_ask: bool, has_page: bool
+) -> None:
+    for name, value in variables.items():
+        kernel.setenv(name, value)
+    sys.modules["IPython"].get_ipython().kernel._allow_stdin = may_ask
+    assert platforms.in_notebook() and platforms.has_frontend() is has_page
 
 
 @pytest.mark.parametrize(

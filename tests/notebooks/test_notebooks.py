@@ -58,10 +58,6 @@ def test_it_ships_without_outputs_of_somebodys_run_and_without_an_invitation(not
     assert not re.search(r"swarm://[\w-]+\.\w|/join#[\w-]+\.\w", json.dumps(notebook))
 
 
-def test_its_cells_stay_short(notebook: Any) -> None:
-    assert max(sum(bool(line.strip()) for line in cell.splitlines()) for cell in code(notebook)) <= 14
-
-
 def test_it_installs_nothing_but_the_package(notebook: Any) -> None:
     (install,) = re.findall(r"%pip .*", "\n".join(code(notebook)))
     url = tomllib.loads((NOTEBOOKS.parent / "pyproject.toml").read_text())["project"].get("urls", {})

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from tests.notebooks.kernel import NOTEBOOKS
 from tests.notebooks.regenerate import METADATA, REPRODUCED, TUTORIALS, WIDGET
 
 VOLATILE = {
@@ -120,6 +121,9 @@ def logical_lines(source: str) -> int:
     return sum(token.type == tokenize.NEWLINE for token in tokens)
 
 
-def test_cells_stay_short(tutorial: Any) -> None:
-    sources = ["".join(cell["source"]) for cell in code_of(tutorial)]
+@pytest.mark.parametrize(
+    "path", [*TUTORIALS, *REPRODUCED, *NOTEBOOKS.glob("*.ipynb")], ids=lambda path: path.stem
+)
+def test_cells_stay_short(path: Path) -> None:
+    sources = ["".join(cell["source"]) for cell in code_of(read(path))]
     assert max(map(logical_lines, sources)) <= 10
