@@ -95,7 +95,11 @@ def explain(error: BaseException | type[BaseException] | None = None) -> Explana
             cause, fix = (" ".join(paragraph.split()).removesuffix(".") for paragraph in advice.groups())
             return Explanation(title, cause, fix)
     if isinstance(error, ModuleNotFoundError):
-        return Explanation(title, *_advice_on_missing((error.name or "").partition(".")[0]))
+        module = (error.name or "").partition(".")[0]
+        extra = extra_of(module)
+        belongs = f"; it belongs to the extra {extra!r} of colab-swarm" if extra else ""
+        fix = f"%{install_line(module)}, then run the cell again"
+        return Explanation(title, f"{module} is not installed{belongs}", fix)
     for pattern, common in COMMON.items():
         if re.search(pattern, title):
             return Explanation(title, *common)
@@ -135,14 +139,6 @@ def _show_interrupt(
     error._render_traceback_ = lambda: [message]  # type: ignore[attr-defined]
     shell.showtraceback((kind, error, trace), tb_offset=tb_offset)
     del error._render_traceback_  # type: ignore[attr-defined]
-
-
-def _advice_on_missing(module: str) -> _Advice:
-    cause = f"{module} is not installed"
-    extra = extra_of(module)
-    if extra:
-        cause += f"; it belongs to the extra {extra!r} of colab-swarm"
-    return _Advice(cause, f"%{install_line(module)}, then run the cell again")
 
 
 def install_line(module: str) -> str:

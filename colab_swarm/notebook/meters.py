@@ -17,27 +17,23 @@ SERVED = ("my expert", "step", "waiting", "batch", "calls/s", "samples/s", "late
 RECENT = 20  # steps in the means of waiting and missing
 
 
-def _state_of(snapshot: "ExpertsSnapshot") -> str:
-    if not snapshot.listed:
-        return "looking up the experts"
-    hosts = {expert.host for expert in snapshot.live}
-    places = count(snapshot.grid.size, "place")
-    line = f"{len(snapshot.live):,} of {places} live on {count(len(hosts), 'host')}"
-    if snapshot.left_out:
-        line += f", {len(snapshot.left_out):,} left out"
-    if snapshot.dead:
-        line += f", {len(snapshot.dead):,} dead"
-    if snapshot.served:
-        samples_per_s = sum(expert.samples_per_s for expert in snapshot.served)
-        line += f", {len(snapshot.served):,} here, {samples_per_s:,.0f} samples/s"
-    if snapshot.over:
-        line += "; left"
-    return line
-
-
 def draw_experts(snapshot: "ExpertsSnapshot") -> theme.Document:
     """Return the grid with a bar for each use, and this peer's experts."""
-    document = theme.Document(str(snapshot.grid), _state_of(snapshot), label=f"experts of {snapshot.grid}")
+    hosts = {expert.host for expert in snapshot.live}
+    places = count(snapshot.grid.size, "place")
+    state = f"{len(snapshot.live):,} of {places} live on {count(len(hosts), 'host')}"
+    if snapshot.left_out:
+        state += f", {len(snapshot.left_out):,} left out"
+    if snapshot.dead:
+        state += f", {len(snapshot.dead):,} dead"
+    if snapshot.served:
+        samples_per_s = sum(expert.samples_per_s for expert in snapshot.served)
+        state += f", {len(snapshot.served):,} here, {samples_per_s:,.0f} samples/s"
+    if snapshot.over:
+        state += "; left"
+    if not snapshot.listed:
+        state = "looking up the experts"
+    document = theme.Document(str(snapshot.grid), state, label=f"experts of {snapshot.grid}")
     if snapshot.fault:
         document.warn(f"the last lookup failed and is retried: {snapshot.fault}")
     none_lives = snapshot.listed and not snapshot.live
@@ -84,27 +80,22 @@ EXPERTS_VIEWS: "Views[ExpertsSnapshot]" = Views(draw_experts)
 HOST_VIEWS: "Views[ExpertsSnapshot]" = Views(draw_experts, who="host", leave=("Stop hosting", "Stopped"))
 
 
-def _figures(snapshot: "ElasticSnapshot") -> dict[str, str]:
-    last = snapshot.steps[-1]
-    recent = snapshot.steps[-RECENT:]
-    waited_s = sum(step.waited_s for step in recent)
-    missing = sum(step.missing for step in recent)
-    return {
-        "measured": f"{last.inconsistency:.3g}",
-        "allowed": "unknown" if last.bound is None else f"{last.bound:.3g}",
-        "waited": f"{1000 * waited_s / len(recent):.0f} ms",
-        "missing by then": f"{missing / len(recent):.0%}",
-    }
-
-
 def draw_elastic(snapshot: "ElasticSnapshot") -> theme.Document:
     """Return the meter: figures, the measured inconsistency under its bound, a warning."""
     label = "inconsistency of this member"
     if not snapshot.steps:
         state = f"no step yet, {snapshot.members} members"
         return theme.Document(snapshot.scheduler, state, label=label)
-    figures = _figures(snapshot)
     last = snapshot.steps[-1]
+    recent = snapshot.steps[-RECENT:]
+    waited_s = sum(step.waited_s for step in recent)
+    missing = sum(step.missing for step in recent)
+    figures = {
+        "measured": f"{last.inconsistency:.3g}",
+        "allowed": "unknown" if last.bound is None else f"{last.bound:.3g}",
+        "waited": f"{1000 * waited_s / len(recent):.0f} ms",
+        "missing by then": f"{missing / len(recent):.0%}",
+    }
     state = f"step {last.step:,}, {snapshot.members} members"
     if last.lost:
         state += f", {len(last.lost)} lost"

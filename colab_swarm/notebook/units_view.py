@@ -9,7 +9,7 @@ from colab_swarm.notebook.panel import Views
 from colab_swarm.notebook.theme import Document
 
 if TYPE_CHECKING:
-    from colab_swarm.workunits.client import UnitProgress, VolunteerSnapshot
+    from colab_swarm.workunits.client import VolunteerSnapshot
     from colab_swarm.workunits.state import JobStatus, VolunteerState
 
 _ACROSS = 100  # units in a line
@@ -68,25 +68,27 @@ def draw_job(status: "JobStatus") -> Document:
     if servers_die and not status.finished:
         document.warn(_DYING)
     document.figures(figures(status))
-    if status.finished is None and status.marks:
-        _draw_units(document, status)
-    _draw_accuracy(document, status)
+    if status.marks and not status.over:
+        marks = "".join([MARKS[mark][0] for mark in status.marks])
+        document.code([marks[begin : begin + _ACROSS] for begin in range(0, len(marks), _ACROSS)])
+        legend = f"units: {'  '.join(MARKS.values())}"
+        units_beyond = len(status.rows) - len(marks)
+        if units_beyond > 0:
+            legend += f"; and {units_beyond:,} more units"
+        document.note(legend)
+    means = [(epoch.epoch, epoch.accuracy) for epoch in status.epochs]
+    limit: list[tuple[float, float]] = []
+    legend = "accuracy: mean of each epoch"
+    if status.target_accuracy is not None:
+        limit = [(epoch, status.target_accuracy) for epoch, _ in means]
+        legend += f"; dashed: the target, {status.target_accuracy:.1%}"
+    document.curve(means, legend=legend, limit=limit, label="accuracy", across="epoch")
+    if len(means) < 2:
+        document.note("The accuracy is drawn after the second epoch.")
     document.table(
         COLUMNS, status.volunteers, lambda row: _cells(row, status.at), numbers=range(2, 6), what="volunteers"
     )
     return document
-
-
-def _draw_units(document: Document, status: "JobStatus") -> None:
-    """Draw a character for each unit of the epoch."""
-    marks = "".join([MARKS[mark][0] for mark in status.marks])
-    lines = [marks[begin : begin + _ACROSS] for begin in range(0, len(marks), _ACROSS)]
-    document.code(lines)
-    legend = f"units: {'  '.join(MARKS.values())}"
-    units_beyond = len(status.rows) - len(marks)
-    if units_beyond > 0:
-        legend += f"; and {units_beyond:,} more units"
-    document.note(legend)
 
 
 def _cells(row: "VolunteerState", now: float) -> tuple[str, ...]:
@@ -97,19 +99,6 @@ def _cells(row: "VolunteerState", now: float) -> tuple[str, ...]:
         reliability = f"{1 - row.error_rate:.0%}"
     numbers = (row.accepted, row.rejected, row.expired, row.in_flight)
     return plain(row.name or row.volunteer[:8], 40), reliability, *map(str, numbers)
-
-
-def _draw_accuracy(document: Document, status: "JobStatus") -> None:
-    means = [(epoch.epoch, epoch.accuracy) for epoch in status.epochs]
-    if len(means) < 2:
-        document.note("The accuracy is drawn after the second epoch.")
-        return
-    limit: list[tuple[float, float]] = []
-    legend = "accuracy: mean of each epoch"
-    if status.target_accuracy is not None:
-        limit = [(epoch, status.target_accuracy) for epoch, _ in means]
-        legend += f"; dashed: the target, {status.target_accuracy:.1%}"
-    document.curve(means, legend=legend, limit=limit, label="accuracy", across="epoch")
 
 
 def _page(status: "JobStatus") -> list[Document]:
@@ -161,36 +150,7 @@ def status_page(look: "Callable[[], JobStatus]") -> "StatusPage[JobStatus]":
 
 
 def draw_volunteer(snapshot: "VolunteerSnapshot") -> Document:
-    job = plain(snapshot.job)
-    document = Document(job, _state(snapshot), label=f"volunteer for {job}")
-    for unit in snapshot.units:
-        _draw_unit(document, unit)
-    contribution = {
-        "contributed": f"{count(snapshot.samples, 'sample')} in {duration(snapshot.seconds)}",
-        "downloaded": size(snapshot.received_bytes),
-        "uploaded": size(snapshot.sent_bytes),
-    }
-    document.figures(contribution)
-    if snapshot.refusal:
-        document.warn(f"last refusal: {snapshot.refusal}")
-    if snapshot.fault:
-        document.code(snapshot.fault[-_MAX_FAULT_CHARS:].splitlines())
-    return document
-
-
-def _draw_unit(document: Document, unit: "UnitProgress") -> None:
-    words = unit.phase
-    part = 0.0
-    if unit.batches:
-        words += f" {unit.done:,} of {unit.batches:,} batches"
-        part = unit.done / unit.batches
-    if unit.loss is not None:
-        words += f", loss {unit.loss:.3f}"
-    document.bar(part, f"{words}, {duration(unit.seconds)}", title=unit.unit)
-
-
-def _state(snapshot: "VolunteerSnapshot") -> str:
-    parts = [plain(snapshot.state)]
+    parts = [snapshot.state]
     if snapshot.epoch:
         epoch = f"epoch {snapshot.epoch}"
         if snapshot.accuracy is not None:
@@ -203,7 +163,28 @@ def _state(snapshot: "VolunteerSnapshot") -> str:
         units += f", {snapshot.surplus:,} came after another volunteer's"
     if snapshot.given_back:
         units += f", {snapshot.given_back:,} given back"
-    return "; ".join([*parts, units])
+    state = "; ".join([*parts, units])
+    document = Document(snapshot.job, state, label=f"volunteer for {snapshot.job}")
+    for unit in snapshot.units:
+        words = unit.phase
+        part = 0.0
+        if unit.batches:
+            words += f" {unit.done:,} of {unit.batches:,} batches"
+            part = unit.done / unit.batches
+        if unit.loss is not None:
+            words += f", loss {unit.loss:.3f}"
+        document.bar(part, f"{words}, {duration(unit.seconds)}", title=unit.unit)
+    contribution = {
+        "contributed": f"{count(snapshot.samples, 'sample')} in {duration(snapshot.seconds)}",
+        "downloaded": size(snapshot.received_bytes),
+        "uploaded": size(snapshot.sent_bytes),
+    }
+    document.figures(contribution)
+    if snapshot.refusal:
+        document.warn(f"last refusal: {snapshot.refusal}")
+    if snapshot.fault:
+        document.code(snapshot.fault[-_MAX_FAULT_CHARS:].splitlines())
+    return document
 
 
 VOLUNTEER_VIEWS: "Views[VolunteerSnapshot]" = Views(

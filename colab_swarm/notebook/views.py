@@ -255,11 +255,14 @@ def draw_map(snapshot: SwarmSnapshot) -> theme.Document:
     def cells(peer: PeerRow | None) -> tuple[theme.Cell, ...]:
         if peer is None:
             return own_cells
-        bps = _bandwidth_bps(peer)
+        known_bps = [bps for bps in (peer.upload_bps, peer.download_bps) if bps and math.isfinite(bps)]
+        bps = min(known_bps, default=0.0)
+        # 1 pixel for 1 Mbit/s or less, 1.3 more for each factor of ten
+        width = min(1 + 1.3 * math.log10(max(bps / 1e6, 1.0)), 6.0)
+        dashes = "5 4" if peer.connected.startswith(RELAYED) else "none"
+        line = theme.drawing(60, 8, theme.stroke(0, 60, 4, hue="soft", dashes=dashes, width=width))
         way = _way(peer, names)
-        link: theme.Cell = "no link"
-        if way:
-            link = (way, f"{_link_line(peer, bps)} {text(way)}")
+        link: theme.Cell = (way, f"{line} {text(way)}") if way else "no link"
         speed = bandwidth(bps) if bps else ""
         return plain(peer.name, 24), _mark_of(peer), milliseconds(peer.rtt_s), link, speed
 
@@ -287,19 +290,6 @@ def _way(peer: PeerRow, names: Mapping[str, str]) -> str:
         relay = way.removeprefix(RELAYED)[:_ID_CHARS]
         way = f"via {names.get(relay, relay)}"
     return plain(way, 17)
-
-
-def _bandwidth_bps(peer: PeerRow) -> float:
-    """Return the slower direction of a peer's line; 0 if none is known."""
-    directions = (peer.upload_bps, peer.download_bps)
-    return min((bps for bps in directions if bps is not None and math.isfinite(bps)), default=0.0)
-
-
-def _link_line(peer: PeerRow, bps: float) -> str:
-    dashes = "5 4" if peer.connected.startswith(RELAYED) else "none"
-    # 1 pixel for 1 Mbit/s or less, 1.3 more for each factor of ten
-    width = min(1 + 1.3 * math.log10(max(bps / 1e6, 1.0)), 6.0)
-    return theme.drawing(60, 8, theme.stroke(0, 60, 4, hue="soft", dashes=dashes, width=width))
 
 
 class _Track(NamedTuple):
@@ -364,7 +354,12 @@ def draw_waterfall(
     failed_first = sorted(finished.members, key=lambda member: not member.dropped)
     columns = ("member", f"0 to {_seconds(finished.seconds)}", "samples", "reduces", "result")
     document.table(columns, failed_first, cells, numbers=(2, 3), what="members of the round")
-    _draw_legend(document)
+    swatches = ""
+    for track in _TRACKS.values():
+        line = theme.stroke(0, 36, 4, hue=track.hue, dashes=track.dashes)
+        swatches += f'{theme.drawing(36, 9, line)} <span class="soft">{track.meaning} &#160; </span>'
+    meanings = [f"{track.character} {track.meaning}" for track in _TRACKS.values()]
+    document.draw(f"<p>{swatches}</p>", f"  {'  '.join(meanings)}")
 
 
 def _outcome(member: MemberTrace, names: Mapping[str, str]) -> theme.Cell:
@@ -376,16 +371,6 @@ def _outcome(member: MemberTrace, names: Mapping[str, str]) -> theme.Cell:
     if not exchanged:
         return theme.mark("soft", "–", "nothing to exchange")
     return theme.mark("green", "✔", "complete")
-
-
-def _draw_legend(document: theme.Document) -> None:
-    swatches = ""
-    meanings = []
-    for track in _TRACKS.values():
-        line = theme.stroke(0, 36, 4, hue=track.hue, dashes=track.dashes)
-        swatches += f'{theme.drawing(36, 9, line)} <span class="soft">{track.meaning} &#160; </span>'
-        meanings.append(f"{track.character} {track.meaning}")
-    document.draw(f"<p>{swatches}</p>", f"  {'  '.join(meanings)}")
 
 
 def _plausible(finished: RoundFinished) -> RoundFinished:
