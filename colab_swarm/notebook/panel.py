@@ -269,7 +269,9 @@ class Panel(Generic[S]):
             display(self)  # type: ignore[no-untyped-call]
         end = math.inf if seconds is None else time.monotonic() + seconds
         try:
-            self._watch_until(end, every_s)
+            while not (snapshot := self.refresh()).over and time.monotonic() < end:
+                self._print_line(snapshot)
+                time.sleep(min(every_s, max(0.0, end - time.monotonic())))
         except KeyboardInterrupt:
             method = "leave" if self._views.leave[0].startswith("Leave") else "close"
             _print(f"Stopped watching; the {self._views.who} continues. {method}() ends it.")
@@ -277,15 +279,6 @@ class Panel(Generic[S]):
             snapshot = self._read()
             pages = [self._draw(page, snapshot).text() for page in self._pages.values()]
             _print("\n\n".join(filter(None, pages)))
-
-    def _watch_until(self, end: float, every_s: float) -> None:
-        while True:
-            snapshot = self.refresh()
-            left_s = end - time.monotonic()
-            if snapshot.over or left_s <= 0:
-                return
-            self._print_line(snapshot)
-            time.sleep(min(every_s, left_s))
 
     def _print_line(self, snapshot: S) -> None:
         now = time.monotonic()

@@ -151,11 +151,10 @@ class Recorder(AbstractContextManager["Recorder"]):
 class Replay:
     """A recording to look at; see `replay`."""
 
-    def __init__(self, path: Path, live: bool) -> None:
+    def __init__(self, path: Path) -> None:
         self.headers: list[Header] = []
         self.names: dict[str, str] = {}
         self.events: list[Event] = []
-        self._live = live
         damaged = self._read(path)
         require(self.headers, f"{path} is empty: nothing was recorded")
         self.note = ""
@@ -214,7 +213,7 @@ class Replay:
         return self.draw().text()
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
-        has_slider = self._live and len(self.rounds) > 1
+        has_slider = len(self.rounds) > 1 and has_frontend()
         return self.draw().bundle(self._widget if has_slider else None)
 
     @cached_property
@@ -232,10 +231,10 @@ class Replay:
         return ipywidgets.VBox([slider, view])
 
 
-def replay(path: str | Path, *, live: bool | None = None) -> Replay:
+def replay(path: str | Path) -> Replay:
     """Read a run that ``swarm.record(path)`` recorded; needs no swarm.
 
     Its ``events``, ``rounds`` and ``losses``, as (step, loss), are lists. Lines torn by a kill are
-    left out; its ``note`` says so. Another file is a ValueError. ``live=None`` detects widgets.
+    left out; its ``note`` says so. Another file is a ValueError.
     """
-    return Replay(Path(path), has_frontend() if live is None else live)
+    return Replay(Path(path))

@@ -60,14 +60,17 @@ def control(panel: Panel[SwarmSnapshot], kind: str, description: str = "") -> An
     return next(one for one in found if not description or one.description.startswith(description))
 
 
-def test_the_play_button_refreshes_the_view(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("colab_swarm.notebook.panel.SHOW_EVERY_S", 0.0)
-    panel = Panel(steps(count=2), nothing, live=True)
-    before = shown(panel)
+@pytest.mark.parametrize(("every_s", "step"), [(0.0, 51), (60.0, 1)])
+def test_the_play_button_refreshes_the_view_once_for_requests_queued_while_a_cell_ran(
+    monkeypatch: pytest.MonkeyPatch, every_s: float, step: int
+) -> None:
+    monkeypatch.setattr(panels, "SHOW_EVERY_S", every_s)
+    panel = Panel(steps(count=100), nothing, live=True)
     clock = control(panel, "Play")
-    clock.value += 1
-    assert "cs-live" in clock._dom_classes and "training, step 1," in before
-    assert "training, step 2," in shown(panel)
+    assert "cs-live" in clock._dom_classes and "training, step 1," in shown(panel)
+    for _ in range(50):
+        clock.value += 1
+    assert f"training, step {step}," in shown(panel)
 
 
 async def test_a_shown_panel_starts_the_browsers_clock_until_it_is_switched_off_or_its_peer_left(
@@ -90,14 +93,6 @@ async def test_a_shown_panel_starts_the_browsers_clock_until_it_is_switched_off_
     now = LEFT
     panel.refresh()
     await until(lambda: panel._beat is None)
-
-
-def test_refresh_requests_queued_while_a_cell_ran_draw_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("colab_swarm.notebook.panel.SHOW_EVERY_S", 60.0)
-    panel = Panel(steps(count=100), nothing, live=True)
-    for _ in range(50):
-        control(panel, "Play").value += 1
-    assert "training, step 1," in shown(panel)
 
 
 def test_the_leave_button_needs_two_clicks_and_does_not_block_the_kernel(

@@ -182,8 +182,9 @@ def test_a_recording_without_rounds_says_so_and_an_endless_loss_is_read_as_none(
 
 
 @pytest.mark.slow
-def test_the_slider_chooses_the_round(path: Path) -> None:
-    shown = replay(record(path, *EVENTS), live=True)
+def test_the_slider_chooses_the_round(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recorder, "has_frontend", lambda: True)
+    shown = replay(record(path, *EVENTS))
     slider, view = shown._widget.children
     assert shown._repr_mimebundle_()["application/vnd.jupyter.widget-view+json"]["model_id"]
     slider.value = 1
