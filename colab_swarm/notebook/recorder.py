@@ -193,8 +193,8 @@ class Replay:
                     self.events.append(item)
         return damaged
 
-    def draw(self, back: int = 0) -> theme.Document:
-        """Return the run, with the round ``back`` before the last in full."""
+    def draw(self, chosen: int = -1) -> theme.Document:
+        """Return the run, with the round at index ``chosen`` in full."""
         header = self.headers[-1]
         sessions = count(len(self.headers), "session")
         state = f"recorded by {plain(header.name, 40)}, {count(len(self.rounds), 'round')}, {sessions}"
@@ -203,7 +203,7 @@ class Replay:
         document = theme.Document(plain(header.run, 40), state, label="a recorded run")
         document.warn(self.note)
         document.curve(self.losses)
-        draw_waterfall(document, self.rounds, back, self.names)
+        draw_waterfall(document, self.rounds[chosen] if self.rounds else None, self.names)
         return document
 
     def __repr__(self) -> str:
@@ -225,7 +225,7 @@ class Replay:
         slider = ipywidgets.IntSlider(last, 0, last, description="round", continuous_update=False)
 
         def show(change: Any) -> None:
-            view.value = self.draw(last - slider.value).html()
+            view.value = self.draw(slider.value).html()
 
         slider.observe(show, names="value")
         return ipywidgets.VBox([slider, view])

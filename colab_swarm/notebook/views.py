@@ -7,7 +7,7 @@ to this peer's span, and the average that it returned. Later tracks cover earlie
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -319,18 +319,21 @@ def draw_rounds(snapshot: SwarmSnapshot, back: int = 0) -> theme.Document:
         if peer.me:
             name += " (me)"
         names[peer.id[:_ID_CHARS]] = name
-    draw_waterfall(document, snapshot.rounds, back, names)
+    finished = None
+    if snapshot.rounds:
+        finished = snapshot.rounds[max(len(snapshot.rounds) - 1 - back, 0)]
+    draw_waterfall(document, finished, names)
     return document
 
 
 def draw_waterfall(
-    document: theme.Document, rounds: Sequence[RoundFinished], back: int, names: Mapping[str, str]
+    document: theme.Document, finished: RoundFinished | None, names: Mapping[str, str]
 ) -> None:
-    """Draw the round ``back`` before the last; ``names`` are by the peers' short ids."""
-    if not rounds:
+    """Draw a round, None if there was none; ``names`` are by the peers' short ids."""
+    if finished is None:
         document.note(NONE_YET)
         return
-    finished = _plausible(rounds[max(len(rounds) - 1 - back, 0)])
+    finished = _plausible(finished)
     document.heading(f"round {finished.step}", _facts(finished))
     if finished.explanation:
         document.note(f"shares: {finished.explanation}")

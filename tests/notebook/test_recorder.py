@@ -172,7 +172,7 @@ def test_a_replay_shows_the_run_in_one_line_and_in_full(path: Path) -> None:
     assert len(shown.events) == len(EVENTS) and len(shown.rounds) == 5
     assert shown.losses == [(1, 2.0), (2, 1.75), (3, 1.5), (4, 1.25)]
     assert all(word in str(shown) for word in ("round 4", "bob", "is lost"))
-    assert "round 2" in shown.draw(back=2).text().splitlines()[1]
+    assert "round 2" in shown.draw(2).text().splitlines()[1]
     assert shown._repr_mimebundle_() == {"text/plain": str(shown), "text/html": shown.draw().html()}
 
 
@@ -188,4 +188,4 @@ def test_the_slider_chooses_the_round(path: Path, monkeypatch: pytest.MonkeyPatc
     slider, view = shown._widget.children
     assert shown._repr_mimebundle_()["application/vnd.jupyter.widget-view+json"]["model_id"]
     slider.value = 1
-    assert view.value == shown.draw(back=3).html() != shown.draw().html()
+    assert view.value == shown.draw(1).html() != shown.draw().html()

@@ -22,9 +22,9 @@ GOOD = dataclasses.replace(ROUND, step=11, spans_lost=0, kept_local=0, members=(
 TOLD = dataclasses.replace(SNAPSHOT, rounds=(GOOD, ROUND))
 
 
-def waterfall(rounds: list[RoundFinished], back: int, names: dict[str, str]) -> Document:
+def waterfall(finished: RoundFinished, **names: str) -> Document:
     shown = Document(label="rounds")
-    draw_waterfall(shown, rounds, back, names)
+    draw_waterfall(shown, finished, names)
     return shown
 
 
@@ -68,7 +68,7 @@ def test_each_track_of_a_lane_and_of_the_legend_has_a_colour_and_a_pattern_of_it
 
 def test_nothing_to_exchange_stands_beside_no_samples() -> None:
     idle = MemberTrace(ME.peer, 0.0, 0.0)
-    shown = waterfall([dataclasses.replace(ROUND, members=(ME, idle))], 0, {}).text().splitlines()
+    shown = waterfall(dataclasses.replace(ROUND, members=(ME, idle))).text().splitlines()
     assert [line.split("  ")[-1].strip() for line in shown if "a11ce000" in line] == [
         "✔ complete",
         "– nothing to exchange",
@@ -76,7 +76,7 @@ def test_nothing_to_exchange_stands_beside_no_samples() -> None:
 
 
 def test_a_member_that_left_is_named_in_the_reason_too() -> None:
-    shown = waterfall([ROUND], 0, {"ca401000": "carol"}).text()
+    shown = waterfall(ROUND, ca401000="carol").text()
     assert "✖ the link to carol is lost" in shown and "ca401000" not in shown
 
 
@@ -87,12 +87,12 @@ def test_an_earlier_round_can_be_chosen_down_to_the_first() -> None:
 
 def test_before_the_first_round_there_is_a_hint_and_a_round_without_traces_says_so() -> None:
     assert draw_rounds(SNAPSHOT).text().strip() == NONE_YET
-    assert "left no trace" in waterfall([dataclasses.replace(ROUND, members=())], 0, {}).text()
+    assert "left no trace" in waterfall(dataclasses.replace(ROUND, members=())).text()
 
 
 def test_many_members_are_cut_and_counted_and_failed_ones_stay() -> None:
     crowd = dataclasses.replace(ROUND, members=(OTHER,) * 500 + (GONE,))
-    shown = waterfall([crowd], 0, {}).text()
+    shown = waterfall(crowd).text()
     assert f"… and {501 - MAX_ROWS} more members" in shown and "the link to ca401000 is lost" in shown
 
 
@@ -103,14 +103,14 @@ traces = st.builds(
 
 
 @settings(max_examples=15)
-@given(st.lists(traces, max_size=4), st.floats(), st.floats(), st.text(max_size=50), st.integers(0, 30))
+@given(st.lists(traces, max_size=4), st.floats(), st.floats(), st.text(max_size=50))
 def test_any_round_can_be_drawn(
-    members: list[MemberTrace], seconds: float, averaging_s: float, said: str, back: int
+    members: list[MemberTrace], seconds: float, averaging_s: float, said: str
 ) -> None:
     odd = dataclasses.replace(
         ROUND, members=tuple(members), seconds=seconds, averaging_s=averaging_s, explanation=said
     )
     names = {member.peer[:8]: said for member in members}
-    drawn = waterfall([odd, GOOD], back, names)
+    drawn = waterfall(odd, **names)
     parsed(drawn.html())
     assert len(drawn.text().split("\n")) <= len(members) + 7 and "\x1b" not in drawn.text()
