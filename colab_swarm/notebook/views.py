@@ -121,7 +121,8 @@ def _figure(value: float, form: str) -> str:
 
 def _when(snapshot: SwarmSnapshot) -> str:
     if snapshot.eta_s is None or not math.isfinite(snapshot.eta_s):
-        return "no peer is training"
+        trains = any(peer.computes for peer in snapshot.peers)
+        return "its time is not known yet" if trains else "no peer is training"
     if snapshot.eta_s < 1:
         return f"step {snapshot.step + 1} any moment"
     return f"step {snapshot.step + 1} in about {duration(snapshot.eta_s)}"

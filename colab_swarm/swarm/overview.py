@@ -30,6 +30,7 @@ from colab_swarm.invite import Invite
 from colab_swarm.markup import duration, plain, size
 from colab_swarm.net.node import Node
 from colab_swarm.net.peers import PeerId, short
+from colab_swarm.net.reachability import Reachability, ReachabilityLevel
 from colab_swarm.runtime import Runner, on_loop
 from colab_swarm.snapshot import ContributionRow, PeerRow, SessionTime, SwarmSnapshot, describe
 from colab_swarm.training.communication import Communication, Plan
@@ -177,7 +178,9 @@ class Overview:
     def _show(self, event: Event) -> None:
         self._events = (*self._events[1 - LOG_LINES :], event)
 
-    def snapshot(self, *, reached: str, left: bool, session: SessionTime | None = None) -> SwarmSnapshot:
+    def snapshot(
+        self, *, reached: Reachability, left: bool, session: SessionTime | None = None
+    ) -> SwarmSnapshot:
         now = self._runtime.time()
         # a peer that has left starts no new reading
         read_at = _NEVER if left else now
@@ -192,12 +195,15 @@ class Overview:
             bucket_sent_bytes, bucket_received_bytes = optimizer.rounds.bucket_bytes
             sent_bytes += bucket_sent_bytes
             received_bytes += bucket_received_bytes
+        rows = peer_rows(self._services.peers, self._name, trainers, assistants, now, speeds)
+        if reached.level is ReachabilityLevel.UNVERIFIED:
+            rows = tuple(replace(row, reachable=None) if row.me else row for row in rows)
         snapshot = SwarmSnapshot(
             run=self._services.run_id.rpartition("-")[0],
             me=self._name,
-            reached=reached,
+            reached=str(reached),
             state="joined",
-            peers=peer_rows(self._services.peers, self._name, trainers, assistants, now, speeds),
+            peers=rows,
             loss_history=self._losses,
             sent_bytes=sent_bytes,
             received_bytes=received_bytes,

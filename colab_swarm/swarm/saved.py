@@ -21,7 +21,7 @@ import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 from urllib.parse import quote
 
 import msgspec
@@ -126,6 +126,9 @@ def loss_warning(folder: Path, here: Platform) -> str:
 class PeerStore:
     """A peer's folder, reserved for this process until `close`; a StateError if it is in use."""
 
+    # a lock that nobody refers to is released
+    _open: "ClassVar[set[PeerStore]]" = set()
+
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.key_file = folder / "identity.key"
@@ -168,6 +171,7 @@ class PeerStore:
         # Another process may have deleted our file, as it found the same abandoned one: the last one wins.
         time.sleep(0.1)
         self._require_free()
+        self._open.add(self)
 
     def _occupant(self) -> Occupant:
         lock = self._lock_id() if self._lock.is_locked else ""
@@ -246,6 +250,7 @@ class PeerStore:
             if self._closed:
                 return
             self._closed = True
+            self._open.discard(self)
             with contextlib.suppress(OSError, StateError):
                 self._require_free()
                 self._record.unlink(missing_ok=True)

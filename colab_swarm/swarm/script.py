@@ -166,8 +166,7 @@ class CellView:
 
     def _line(self, max_steps: int) -> str:
         line = _step_line(self.optimizer, self.optimizer.global_step, max_steps)
-        elsewhere = f"in a terminal: colab-swarm status {self.run} --watch"
-        return f"{line}, at {time.strftime('%H:%M:%S')}; {elsewhere}"
+        return f"{line}, at {time.strftime('%H:%M:%S')}\nIn a terminal: colab-swarm status {self.run} --watch"
 
 
 def done_line(step: int, max_steps: int) -> str:

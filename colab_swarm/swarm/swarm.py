@@ -409,7 +409,7 @@ class Swarm(contextlib.AbstractContextManager["Swarm"]):
         session = None
         if self.network is not None and self.network.clock is not None:
             session = self.network.clock.read(self.runtime.time())
-        return self._overview.snapshot(reached=str(self.reachability), left=self.left, session=session)
+        return self._overview.snapshot(reached=self.reachability, left=self.left, session=session)
 
     def __reduce_ex__(self, protocol: object) -> Any:
         raise TypeError("a Swarm cannot be copied or pickled: another process may call cs.join(INVITATION)")

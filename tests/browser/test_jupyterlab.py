@@ -46,7 +46,7 @@ def test_a_page_that_is_loaded_again_in_mid_training_has_the_line_of_the_cell(
     alice.connect("alice")
     alice.wait_output("others reach you")
     alice.start(2)
-    line = re.compile(r"step [1-9]\d* of 1000: .*colab-swarm status my-swarm --watch")
+    line = re.compile(r"step [1-9]\d* of 1000: [\s\S]*colab-swarm status my-swarm --watch")
     alice.wait_output(line)
     alice.wait_output("my-swarm: training, step")
     alice.page.screenshot(path=artifacts / "training.png")

@@ -45,7 +45,7 @@ def test_text_shows_the_facts_line_by_line() -> None:
         "64 of 256 samples for the next step, loss 6.500 (first 8.250)",
         "  alice: accepts connections, connected for 62 min",
         "  all peers: 20.0 samples/s; sent: 1.23 MB; received: 999 B",
-        "  [#####...............] next step: 64 of 256 samples; no peer is training; waiting for samples",
+        "  [#####...............] next step: 64 of 256 samples; its time is not known yet; waiting for samples",
         "  peer        role         step  samples/s  samples  averaged for others  RTT  link  reachable",
         "  alice (me)  trainer      12    20.0       64       –                               yes",
         "  bob         catching up  9     –          –        –                               outgoing only",
