@@ -127,7 +127,7 @@ class PeerStore:
     """A peer's folder, reserved for this process until `close`; a StateError if it is in use."""
 
     # a lock that nobody refers to is released
-    _open: "ClassVar[set[PeerStore]]" = set()
+    _open: ClassVar[set[object]] = set()
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
