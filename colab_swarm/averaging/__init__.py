@@ -1,1 +1,1 @@
-"""DeDLOC's averaging: groups, spans, the streaming reducer, one round. See README.md here."""
+"""DeDLOC's averaging: groups, spans, the streaming reducer, one round. See README.md in this folder."""

@@ -1,4 +1,4 @@
-"""Virtual time, a simulated network and scripted faults: learn and test without a swarm. See README.md here."""
+"""Virtual time, a simulated network and scripted faults, to learn and test without a swarm. See README.md here."""
 
 from colab_swarm.sim.network import ScriptedFault, SimNetwork, SimPeers
 from colab_swarm.sim.profiles import (

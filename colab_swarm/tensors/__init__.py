@@ -1,1 +1,1 @@
-"""Tensors on the wire and on disk: codecs, error feedback, flat vectors, states as files. See README.md here."""
+"""Tensors on the wire and on disk: codecs, error feedback, flat vectors, state files. See README.md in this folder."""

@@ -1,1 +1,1 @@
-"""Collaborative training: progress, optimizer, state sharing, checkpoints, LAMB. See README.md here."""
+"""Collaborative training: progress, optimizer, state sharing, checkpoints, LAMB. See README.md in this folder."""

@@ -1,4 +1,4 @@
-"""The settings that all peers of a collaboration must share: each publishes its own, and compares before it trains."""
+"""The settings that all peers of a collaboration must share: each peer publishes its settings, and compares them."""
 
 import inspect
 from collections import Counter
@@ -17,7 +17,7 @@ from colab_swarm.training.replica import Replica
 from colab_swarm.training.settings import TrainingSettings
 
 FROZEN_BASE = "frozen base"
-# Of PEFT; names and shapes of tensors tell the others.
+# Options of PEFT's LoRA; its other options show in the names and shapes of the tensors.
 _LORA_OPTIONS = (
     "r",
     "lora_alpha",
@@ -28,7 +28,7 @@ _LORA_OPTIONS = (
     "rank_pattern",
     "alpha_pattern",
 )
-# What is no option of a group, and options that say how a step is computed, not what it does.
+# Entries of a group that are no options, and options that say how a step is computed, not what its result is.
 _NOT_COMPARED = frozenset({"params", "param_names", "foreach", "fused", "capturable", "differentiable"})
 
 
@@ -37,7 +37,7 @@ def agreement_of(
 ) -> tuple[tuple[str, str], ...]:
     """Return readable names and values of the settings; unset ones are omitted.
 
-    ``frozen_base``: that of this model at the beginning, if it has moved since.
+    ``frozen_base`` describes this model's frozen parameters as they were at the beginning, if they changed since.
     """
     rule = replica.rule
     layout = blake3(repr(replica.kinds).encode()).hexdigest(4)
@@ -61,15 +61,15 @@ def agreement_of(
 
 
 def _learning_rates(optimizer: Optimizer) -> str:
-    """Return the different learning rates before any scheduler, lowest first."""
+    """Return the distinct learning rates that the optimizer had before any scheduler, lowest first."""
     rates = {float(group.get("initial_lr", group.get("lr", 0.0))) for group in optimizer.param_groups}
     return ", ".join(f"{rate:g}" for rate in sorted(rates))
 
 
 def _options(optimizer: Optimizer, scheduler: LRScheduler | None, names: Mapping[int, str]) -> str:
-    """Return a digest of the groups' options, and as text those that differ from the class's defaults.
+    """Return a digest of the groups' options, and a text on the options that differ from the class's defaults.
 
-    Where there are several groups, the ``names`` of their parameters are in the digest.
+    If there are several groups, the digest includes the ``names`` of their parameters.
     """
     defaults = _defaults(type(optimizer))
     skipped = {*_NOT_COMPARED, "lr"}
@@ -90,7 +90,10 @@ def _options(optimizer: Optimizer, scheduler: LRScheduler | None, names: Mapping
 
 
 def _defaults(kind: type) -> Mapping[str, Any]:
-    """Return the options of an optimizer's class with their defaults; those of its bases if it passes any on."""
+    """Return the options of an optimizer's class with their defaults.
+
+    The options of a base class are included if the constructor passes further options (``**kwargs``) on to it.
+    """
     defaults: dict[str, Any] = {}
     for base in kind.__mro__:
         initializer = vars(base).get("__init__")
@@ -105,7 +108,7 @@ def _defaults(kind: type) -> Mapping[str, Any]:
 
 
 def _plain(value: object) -> str:
-    """Return an option as text, equal for equal numbers of different types."""
+    """Return an option as a text that is the same for equal numbers of different types."""
     if isinstance(value, torch.Tensor) and value.numel() == 1:
         value = value.item()
     if isinstance(value, set | frozenset):
@@ -118,7 +121,7 @@ def _plain(value: object) -> str:
 
 
 def _adapters(model: torch.nn.Module | None) -> str:
-    """Return a PEFT model's adapters with the options that scale them, and a digest; empty without any."""
+    """Return a text on a PEFT model's adapters, the options that scale them, and a digest; empty without adapters."""
     adapters: Mapping[str, Any] = getattr(getattr(model, "module", model), "peft_config", {})
     texts = []
     for name, config in sorted(adapters.items()):
@@ -131,9 +134,10 @@ def _adapters(model: torch.nn.Module | None) -> str:
 
 
 def frozen_base_of(model: torch.nn.Module | None, trained: Iterable[torch.Tensor]) -> str:
-    """Return a digest and the size of the parameters that nothing trains; empty without any.
+    """Return a digest and the size of the model's parameters that nothing trains; empty if there are none.
 
-    Of those that another optimizer may train, as they take gradients, only the layout counts.
+    Some parameters outside ``trained`` take gradients, so another optimizer may train them. For these the digest
+    includes only the layout, not the values.
     """
     if model is None:
         return ""

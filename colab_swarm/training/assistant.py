@@ -1,7 +1,7 @@
-"""An assistant (DeDLOC's auxiliary peer) trains nothing, and lets peers that only dial out train.
+"""An assistant (DeDLOC's auxiliary peer) does not train: it helps peers that only dial out to train together.
 
-It organizes their rounds, reduces, and passes on the training state to late joiners. It needs no
-torch, data or model, because the calling trainer's ticket describes the round.
+An assistant organizes their rounds, is a reducer in them, and forwards the training state to late joiners. It needs no
+torch, data or model, because a trainer's ticket (its message that it is ready for a round) describes the round.
 """
 
 import asyncio
@@ -28,11 +28,11 @@ logger = logging.getLogger(__name__)
 
 PUBLISH_S = 15.0
 _TTL_S = 4 * PUBLISH_S
-_FRESH_S = 1.0  # older records are read again before peers are invited to a round
+_FRESH_S = 1.0  # records that are older than this are read again
 IDLE_S = 900.0
-_MAX_ROUNDS = 4  # of one collaboration at once
+_MAX_ROUNDS = 4  # rounds of one collaboration that may run at the same time
 _UNKNOWN_MEMORY_BYTES = 8 << 30
-_VECTORS_IN_MEMORY = 4  # two rounds', and a reserve; a larger model is refused
+_VECTORS_IN_MEMORY = 4  # memory for two rounds, and a reserve; the assistant does not reduce a larger model
 
 
 async def _nothing_stored(_prefix: str) -> Snapshot | None:
@@ -40,9 +40,9 @@ async def _nothing_stored(_prefix: str) -> Snapshot | None:
 
 
 class Assistant(AbstractContextManager["Assistant"]):
-    """Helps the collaborations of a run, or only the named one, as their first messages arrive.
+    """Helps all collaborations of a run, or only the named one, from the time when their first messages arrive.
 
-    ``await stored(prefix)`` is a checkpoint of a backbone to give when no trainer is left.
+    ``await stored(prefix)`` returns a backbone's checkpoint, which late joiners get when no trainer is left.
     """
 
     def __init__(
@@ -61,21 +61,21 @@ class Assistant(AbstractContextManager["Assistant"]):
         self.run_id = run_id
         self._name = name
         self._only = "" if collaboration is None else f"{run_id}/{collaboration}"
-        self.rounds = 0  # in which it reduced
+        self.rounds = 0  # number of rounds in which this assistant reduced
         self._parts: dict[str, _Part] = {}
         self._tasks = BackgroundTasks("assisting", services.events, services.rng)
         self._stopped = False
 
     async def start(self) -> None:
-        """Publish to the run that this peer assists; raises `ValueError` if it does so already."""
+        """Publish to the run that this peer assists; raises `ValueError` if this peer assists already."""
         self._services.router.assist(self.enter, self.leave)
-        # No collaboration has the run's own name: this part serves the messages that lead to `enter`.
+        # No collaboration is named like the run itself: this part only serves the messages that lead to `enter`.
         self._parts[""] = _Part(self, self._services, self.run_id, self._stored)
         await self._publish(ttl_s=_TTL_S)
         self._tasks.every(PUBLISH_S, self._keep_publishing)
 
     async def withdraw(self) -> None:
-        """Stop assisting, with a record that expires at once."""
+        """Stop assisting, and replace the published record by one that expires after 0.5 s."""
         self.kill()
         await self._publish(ttl_s=0.5)
 
@@ -87,7 +87,7 @@ class Assistant(AbstractContextManager["Assistant"]):
         self.close()
 
     def kill(self) -> None:
-        """Stop without notice; on the runtime's event loop."""
+        """Stop without telling other peers. Call it on the runtime's event loop."""
         self._stopped = True
         self._tasks.cancel()
         self._services.router.assistant = None
@@ -96,7 +96,7 @@ class Assistant(AbstractContextManager["Assistant"]):
 
     @property
     def collaborations(self) -> tuple[str, ...]:
-        """Return the prefixes of the collaborations that it assists now."""
+        """The prefixes of the collaborations that this assistant helps now."""
         return tuple(filter(None, list(self._parts)))
 
     def __repr__(self) -> str:
@@ -129,7 +129,7 @@ class Assistant(AbstractContextManager["Assistant"]):
 
 
 class _Part:
-    """An assistant's part in one collaboration: it stands at the organizer, or organizes, and reduces."""
+    """An assistant's part in one collaboration: it is linked to the organizer, or organizes itself, and reduces."""
 
     def __init__(
         self,
@@ -162,7 +162,7 @@ class _Part:
         self._services.averager.forget(self._view.prefix)
 
     def _offer(self) -> None:
-        """Say what this peer can reduce."""
+        """Tell the organizer, by a ticket, what this peer can reduce."""
         peers = self._services.peers
         terms = self._rendezvous.settings.terms
         reduces = bool(peers.contact.addresses)
@@ -181,7 +181,7 @@ class _Part:
         return self._view.other_organizers
 
     def on_granted(self) -> None:
-        """Do nothing: it computes nothing."""
+        """Do nothing, because an assistant computes no gradients."""
 
     def on_group(self, group: Group, *, contributes: bool) -> None:
         self.used_at = loop_now()
@@ -213,14 +213,14 @@ class _Part:
         self.used_at = loop_now()
         await self._read()
         donors = sorted(self._view.branch().peers)
-        # In the order of ids, the same member would be asked each time.
+        # In the order of ids, the same peer would be asked first each time.
         self._services.rng.shuffle(donors)
         return donors
 
     async def _read(self) -> None:
         if loop_now() - self._read_at < _FRESH_S:
             return
-        try:  # after a timeout the old ones must do
+        try:  # after a timeout, the records that were read before must do
             async with asyncio.timeout(3.0):
                 await self._view.refresh(self._services.dht, self._services.peers)
             self._read_at = loop_now()

@@ -1,8 +1,8 @@
-"""A model's buffers: statistics such as BatchNorm's are averaged by rounds; other ones each peer keeps.
+"""A model's buffers: rounds average statistics, such as BatchNorm's; each peer keeps its own values of other buffers.
 
-A mean is right for statistics only. A position in a queue, a flag or a counter that wraps round has none,
-nor have the buffers beside it in its module. So each peer keeps these as its model writes them, and who
-joins takes them whole from a donor.
+A mean makes sense for statistics only. It makes none for a position in a queue, a flag or a counter that wraps around,
+nor for the other buffers of such a module. So each peer keeps these buffers as its model writes them, and a late
+joiner copies them from a donor.
 """
 
 import itertools
@@ -16,17 +16,17 @@ from colab_swarm.tensors.device import copy_in, host_copy, to_host
 from colab_swarm.tensors.statedict import KINDS
 from colab_swarm.training.flat import FlatValues
 
-_COUNT = "num_batches_tracked"  # of BatchNorm: an integer of which a rounded mean is right
+_COUNT = "num_batches_tracked"  # BatchNorm's counter: the only integer buffer that is averaged, with rounding
 
 
 class Buffers:
     """The saved buffers of a model, and the swarm's copies of them.
 
     Attributes:
-        averaged: whether rounds average each one, by its name in the model; fixed. Empty without a model.
-        shared: the swarm's copies, in main memory. `add` and `load` change them; those that are not averaged are
-            copied at each contribution.
-        numel: how many values the averaged ones have.
+        averaged: whether rounds average a buffer, by its name in the model; fixed. Empty without a model.
+        shared: the swarm's copies, in main memory. `add` and `load` change them. The copies of buffers that are not
+            averaged are renewed at each contribution.
+        numel: number of values in the averaged buffers.
     """
 
     def __init__(self, model: torch.nn.Module | None) -> None:
@@ -34,7 +34,7 @@ class Buffers:
         self.averaged = averaged_by_name(model)
         self.shared = [host_copy(buffer.detach()) for buffer in self.live]
         self.numel = sum(buffer.numel() for buffer in self._statistics(self.shared))
-        # What `show` has to copy to the model.
+        # Which buffers `show` has to copy to the model.
         self._averages_changed = False
         self._all_changed = False
 
@@ -47,7 +47,7 @@ class Buffers:
         return list(itertools.compress(buffers, self.averaged.values()))
 
     def check(self) -> None:
-        """Raise `RuntimeError` if a buffer of the model has another size than at the beginning."""
+        """Raise `RuntimeError` if the shape of a buffer is not that of the beginning."""
         for name, live, shared in zip(self.averaged, self.live, self.shared, strict=True):
             require(
                 live.shape == shared.shape,
@@ -60,7 +60,8 @@ class Buffers:
     def write_change(self, out: Floats) -> None:
         """Write the change of each statistic since the last mean to ``out``, and copy the other buffers.
 
-        A statistic that began at infinity has no change: its value itself is written, and 0 for what is not finite.
+        If a statistic was infinite at the last mean, its value is written in place of a change. 0 is written for each
+        value that is not finite.
         """
         for live, shared, averaged in zip(self.live, self.shared, self.averaged.values(), strict=True):
             if not averaged:
@@ -83,7 +84,7 @@ class Buffers:
                 continue
             began = shared.isfinite()
             if not began.all():
-                # Values that stay infinite, as those of a mask, were written as 0 by all.
+                # For values that stay infinite, such as those of a mask, all peers wrote 0.
                 begins = ~began & to_host(live).isfinite() & (part != 0)
                 shared[begins] = 0
             shared.add_(part)
@@ -91,14 +92,14 @@ class Buffers:
 
     @torch.no_grad()
     def load(self, buffers: Iterable[torch.Tensor]) -> None:
-        """Take a donor's buffers, in the order of ``averaged``; `show` brings all of them to the model."""
+        """Take a donor's buffers, in the order of ``averaged``; the next `show` copies all of them to the model."""
         for shared, loaded in zip(self.shared, buffers, strict=True):
             shared.copy_(loaded)
         self._all_changed = True
 
     @torch.no_grad()
     def show(self) -> None:
-        """Copy what has changed in the swarm's copies to the model."""
+        """Copy the buffers whose swarm's copy has changed to the model."""
         for live, shared, averaged in zip(self.live, self.shared, self.averaged.values(), strict=True):
             if self._all_changed or (averaged and self._averages_changed):
                 copy_in(shared, live)
@@ -109,7 +110,8 @@ class Buffers:
 def averaged_by_name(model: torch.nn.Module | None) -> dict[str, bool]:
     """Return the names of the saved buffers, in the model's order, and whether each one is averaged.
 
-    That are statistics: floats without integers or flags beside them.
+    The buffers of a module are averaged if all of them are floats, except `num_batches_tracked`: then they are
+    statistics.
     """
     if model is None:
         return {}
@@ -132,7 +134,7 @@ def _can_be_sent(buffer: torch.Tensor) -> bool:
 
 
 def buffers_of(model: torch.nn.Module | None, names: Iterable[str]) -> list[torch.Tensor]:
-    """Return the model's present buffers; ``model.to(…)`` makes new ones."""
+    """Return the model's present buffers by these names, because ``model.to(…)`` makes new tensors."""
     if model is None:
         return []
     present = dict(model.named_buffers())

@@ -1,7 +1,8 @@
-"""How the peers of a run exchange what they compute; and the plan: forecasts of a few ways, and the choice. Pure.
+"""`Communication`: how peers exchange what they compute. `plan_communication`: a forecast of several ways. Pure.
 
-A round is forecast by the linear program of its shares (`plan_round`), as among peers that are all like this one. How
-many steps of a way are worth one of synchronous training is measured: see `colab_swarm.experiments.loss_per_byte`.
+A forecast assumes that all peers are like this one, and takes the time of a round from the linear program that divides
+a round's work among the reducers (`plan_round`). How much a step of each way is worth, in steps of synchronous
+training, was measured: see `colab_swarm.experiments.loss_per_byte`.
 """
 
 import math
@@ -23,40 +24,43 @@ if TYPE_CHECKING:
 
 _OFTEN = 3
 LOCAL_STEPS = 30  # as in SparseLoCo, and the shortest of DiLoCo's
-# Of a round beside its bytes, over home lines: messages travel. Its group forms while the last micro-batches end.
+# What a round over home lines takes in addition to its bytes, because messages travel. Its group forms while the last
+# micro-batches are computed.
 _ROUND_S = 0.15
-_BUCKET_S = 1.0  # of a round in a bucket beside its bytes: until the others look
-_MOST_WAITS = 0.5  # of the time, without advice
-ENOUGH = 0.95  # of the best progress; the first way that makes it is chosen
-HOME_BPS = 20e6, 100e6  # upload and download where nothing is measured
+_BUCKET_S = 1.0  # what a round in a bucket takes in addition to its bytes, until the others look
+_MOST_WAITS = 0.5  # part of the time; a peer that waits longer gets advice
+ENOUGH = 0.95  # part of the best progress; the first way that reaches it is chosen
+HOME_BPS = 20e6, 100e6  # upload and download that are assumed where nothing is measured
 
 MOST_LOCAL_STEPS = 1000
 
 
 @dataclass(frozen=True)
 class Communication:
-    """How the peers of a run exchange what they compute: ``communication=`` of `Swarm.optimizer`.
+    """How the peers of a run exchange what they compute: the argument ``communication=`` of `Swarm.optimizer`.
 
-    All peers of a model use the same, but for ``overlap``. `PRESETS` have names.
+    All peers that train one model must use equal values, except ``overlap``. `PRESETS` names common choices.
 
     Attributes:
-        compression: of gradients on the wire: float32, float16, bfloat16, int8, adaptive (int8;
-            small tensors float16), onebit, sparseloco (2 bits of the largest 1 in 64), or topk and a share, as in
-            topk:0.01.
-        mean_compression: of averaged gradients; by default the same, but float16 from onebit on, because a mean
-            has no error feedback. With sparseloco and topk its zeros are not sent, where that is less.
-        error_feedback: add what compression cut off a gradient to the next one; costs two vectors of memory. None:
-            where the model would be worse without it, for onebit, sparseloco and topk.
-        overlap: average, and take the optimizer's step on copies, while this peer computes on. Updates come exactly
-            one round late (DeDLOC, section 3.2; ZeRO-Offload). With local steps the model goes on from the round's
-            result as soon as it is there, and keeps the steps since its begin.
-        local_steps: steps of ``target_batch_size`` samples that every peer takes alone before the swarm averages the
-            resulting parameters (DiLoCo), for as many times less traffic.
-            With sparseloco or topk as compression: SparseLoCo (arXiv 2508.15706), whose error feedback decays and is
-            the outer momentum; a contribution has 146 times fewer bytes than float32.
+        compression: codec of the gradients that peers send: float32, float16, bfloat16, int8, adaptive (int8, and
+            float16 for small tensors), onebit, sparseloco (2 bits for each of the largest 1 in 64 values), or topk
+            with the fraction of values to send, as in topk:0.01.
+        mean_compression: codec of the averaged gradients. By default it equals ``compression``. For onebit, sparseloco
+            and topk the default is float16 instead, because a mean has no error feedback. With sparseloco and topk the
+            mean's zeros are not sent where this saves bytes.
+        error_feedback: add to the next gradient what compression cut off this one; costs the memory of two vectors.
+            None turns it on for onebit, sparseloco and topk, where the model would be worse without it.
+        overlap: the round, and the optimizer's step on copies of the parameters, run while this peer computes on.
+            Updates come exactly one round late (DeDLOC, section 3.2; ZeRO-Offload). With local steps, the model
+            takes the round's result as soon as it arrives, and keeps the local steps since the round began.
+        local_steps: number of steps, of ``target_batch_size`` samples each, between two rounds. Every peer takes these
+            steps alone, then the swarm averages the resulting parameters (DiLoCo). This divides the traffic by
+            ``local_steps``. With sparseloco or topk as compression, this is SparseLoCo (arXiv 2508.15706): its error
+            feedback decays and replaces the outer momentum. A contribution with sparseloco has 146 times fewer bytes
+            than float32.
 
     Raises:
-        ValueError: a value is not usable, or two do not go together.
+        ValueError: a value is not usable, or two values do not go together.
     """
 
     compression: str = "float32"
@@ -83,7 +87,7 @@ class Communication:
 
     @classmethod
     def of(cls, choice: "Communication | Plan | str") -> "Communication":
-        """Return what a user asks for: a communication, a plan's choice, or a preset by its name."""
+        """Return the communication that a user asks for: itself, the choice of a plan, or a preset by its name."""
         if isinstance(choice, Plan):
             return choice.chosen.communication
         if isinstance(choice, cls):
@@ -114,7 +118,7 @@ PRESETS = {
     "diloco": Communication(local_steps=LOCAL_STEPS, overlap=True),
     "sparseloco": Communication("sparseloco", local_steps=LOCAL_STEPS, overlap=True),
 }
-"""A round at each step of the swarm, in 32, 16 or 8 bits; or each peer takes 30 steps alone (DiLoCo, SparseLoCo)."""
+"""The first three have a round at each step of the swarm. In the others each peer takes 30 steps alone."""
 WAYS = {
     "each step, float32": SYNCHRONOUS,
     "each step, float16": PRESETS["float16"],
@@ -126,30 +130,33 @@ WAYS = {
     ),
 }
 _WORTH = dict(zip(WAYS, (1.0, 1.0, 1.0, 0.85, 0.5, 0.3), strict=True))
-"""Of a step, in synchronous float32 steps for the same loss; after 600 steps of a small model."""
+"""How many synchronous float32 steps give the same loss as one step of each way; after 600 steps of a small model."""
 
 
 @dataclass(frozen=True)
 class Forecast:
-    """Of one way to communicate."""
+    """What one way to communicate is expected to cost and to achieve."""
 
     name: str
     communication: Communication
     round_s: float
-    sent_bytes: float  # by a peer in a round
+    sent_bytes: float  # what a peer sends in a round
     waits: float  # part of the time in which a peer does not compute
-    steps_per_hour: float  # of ``target_batch_size`` samples
-    worth_per_hour: float  # synchronous steps for about the same loss
+    steps_per_hour: float  # steps of ``target_batch_size`` samples
+    worth_per_hour: float  # synchronous steps that give about the same loss
 
     @property
     def mb_per_hour(self) -> float:
-        """Sent, and about as much received."""
+        """What a peer sends in an hour, in megabytes; it receives about as much."""
         return self.sent_bytes * self.steps_per_hour / self.communication.local_steps / 1e6
 
 
 @dataclass(frozen=True)
 class Plan:
-    """All forecasts, which one is ``chosen``, and ``why``: ``communication=`` of `Swarm.optimizer`, at all peers."""
+    """All forecasts, the ``chosen`` one, and ``why``.
+
+    Pass a plan as ``communication=`` to `Swarm.optimizer`, at all peers.
+    """
 
     forecasts: tuple[Forecast, ...]
     chosen: Forecast
@@ -189,13 +196,15 @@ def plan_communication(
     in_bucket: bool = False,
     gb_per_hour: float | None = None,
 ) -> Plan:
-    """Forecast the ways for a model, or a number of trained values, and choose the way of most progress.
+    """Forecast several ways to communicate, and choose the one with the most progress per hour.
 
     Args:
+        model: the model, or its number of trained values.
         step_s: seconds in which all peers together compute a step of ``target_batch_size`` samples.
-        line_bps: upload and download of each peer, bits per second; None: that of a home.
-        gb_per_hour: most that a peer may send in an hour, 10^9 bytes, and receive; None: any number.
-        in_bucket: rounds are objects in a bucket, where each peer reads all contributions.
+        line_bps: upload and download of each peer, bits per second; None assumes a home's line.
+        gb_per_hour: maximum that a peer may send in an hour, and also receive, in units of 10^9 bytes; None for no
+            limit.
+        in_bucket: True if rounds are objects in a bucket, where each peer reads all contributions.
     """
     if isinstance(model, int):
         numel = model
@@ -227,7 +236,7 @@ def plan_communication(
 
 
 def elected_agreement(records: Mapping[PeerId, ProgressRecord]) -> Agreement:
-    """Return the agreement of most peers that train; empty if none does."""
+    """Return the agreement that most of the training peers have; empty if no peer trains."""
     agreements = []
     for record in records.values():
         if record.agreement and not record.syncing:

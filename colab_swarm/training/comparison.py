@@ -1,10 +1,11 @@
-"""Compares what this peer applies, and what came of it, with the other trainers: learning rates and sketches.
+"""Compares this peer's learning rates, and a sketch of its state, with those of the other trainers.
 
-Equal lineages prove that peers received the same means, not that they hold the same parameters: a
-donor may give others under an honest lineage, and a trainer may load weights, or change a learning
-rate. So each ticket has the rates, and that of each tenth step random projections of the state, seeded by
-the lineage: nobody knows it in advance, so no state can be prepared that fits. They are
-compared with a tolerance, as processors differ by rounding. The group names the ticket that most members agree with.
+Equal lineages prove that peers received the same means, not that they hold the same parameters. A donor may give false
+parameters with a correct lineage, and a trainer may load weights or change a learning rate. So each ticket contains the
+learning rates, and every tenth step's ticket also contains a sketch: random projections of the state. The lineage is
+the seed of the projections. Nobody knows it in advance, so nobody can prepare a false state with a fitting sketch.
+Sketches are compared with a tolerance, because processors round differently. The group contains a witness: the ticket
+with which most members agree.
 """
 
 import math
@@ -20,11 +21,11 @@ from colab_swarm.runtime import loop_now
 from colab_swarm.training.records import SKETCH_STEPS, Rates, StateSketch
 from colab_swarm.training.view import SwarmView
 
-_RATE_TOLERANCE = 1e-6  # of learning rates, relative
-_DRIFT = 1 / 200  # of the tolerance: by more, rounding has moved a state away, and it is brought back
-_URGENT = (
-    1 / 2
-)  # of the tolerance: by more, it is brought back whatever that costs, before it passes for another one
+_RATE_TOLERANCE = 1e-6  # relative tolerance of learning rates
+# Parts of the tolerance. Above the first, rounding has moved a state away, and this peer loads the swarm's state if
+# this costs little traffic. Above the second, it does so at any cost, before the state counts as another one.
+_DRIFT = 1 / 200
+_URGENT = 1 / 2
 
 
 def equal_rates(rates: Rates, others: Rates) -> bool:
@@ -40,7 +41,7 @@ def sketch_of(ticket: Ticket) -> StateSketch | None:
 
 
 class Verdict(Enum):
-    """What the comparison of this peer's state with that of most others comes to."""
+    """Why this peer's state differs from that of most others."""
 
     FALSE = "the donors of this peer's state gave another one"
     MOVED = "its own steps moved it"
@@ -49,21 +50,21 @@ class Verdict(Enum):
 
 
 class StateCheck:
-    """Compares this peer's sketches with those of most others; a pure core."""
+    """Compares this peer's sketches with those of most other peers; a pure core."""
 
     def __init__(self, tolerance: float) -> None:
-        self.donors: tuple[PeerId, ...] = ()  # of a loaded state, until most others confirm it
+        self.donors: tuple[PeerId, ...] = ()  # who gave the loaded state, until most other peers confirm it
         self._tolerance = tolerance
-        self._moved = False  # whether its own steps have moved its state once
-        self._false: set[PeerId] = set()  # who gave states that were not confirmed, since one was
+        self._moved = False  # whether this peer's own steps have moved its state before
+        self._false: set[PeerId] = set()  # donors of unconfirmed states, since the last confirmed one
 
     def judge(
         self, own: StateSketch, theirs: StateSketch, agreeing: Collection[PeerId], *, corrects: bool = True
     ) -> Verdict | None:
-        """Compare two sketches of one step; None: they are equal enough.
+        """Compare two sketches of one step; return None if they are equal enough.
 
-        ``agreeing``: who has their state. A donor among them gave it, so this peer's own steps moved it.
-        ``corrects``: also if it drifts by little.
+        ``agreeing`` are the peers that have the state of ``theirs``. If this peer's donor is one of them, its state
+        was right, so this peer's own steps have moved it. With ``corrects``, a small drift is reported, too.
         """
         gap = own.distance(theirs)
         if gap <= self._tolerance:
@@ -72,7 +73,7 @@ class StateCheck:
             drifts = gap > _DRIFT * self._tolerance and (corrects or gap > _URGENT * self._tolerance)
             return Verdict.DRIFTS if drifts else None
         donors = set(self.donors)
-        # Where states of other donors come to the same, this peer is the cause.
+        # If the states of other donors differed in the same way, this peer is the cause.
         is_other_cause = not self._false or donors <= self._false
         if donors and is_other_cause and not donors.intersection(agreeing):
             self._false |= donors
@@ -83,17 +84,18 @@ class StateCheck:
 
 
 class Comparison:
-    """Says if this peer must load the swarm's state, or may not train on.
+    """Decides whether this peer must load the swarm's state, or must stop training.
 
     Attributes:
-        deviant: this peer's state is not that of most others, until it has loaded theirs.
-        shown_sketch: the last one of a state that was confirmed.
-        moved_bytes: sent and received in rounds since this peer was brought together with the others. `LinkRounds`
+        deviant: True from the time when this peer's state is found to differ from most others' until it has loaded the
+            swarm's state.
+        shown_sketch: the last sketch of a confirmed state.
+        moved_bytes: bytes sent and received in rounds since this peer last loaded a state against drift. `LinkRounds`
             adds to them.
     """
 
     def __init__(self, view: SwarmView, tolerance: float, events: EventLog, *, drift_bytes: float) -> None:
-        """Rounds move ``drift_bytes`` between two states that are loaded because rounding moved this peer's."""
+        """Between two state downloads against small drift, rounds must move at least ``drift_bytes``."""
         self.deviant = False
         self.shown_sketch: StateSketch | None = None
         self.moved_bytes = 0
@@ -102,12 +104,12 @@ class Comparison:
         self._tolerance = tolerance
         self._events = events
         self._check = StateCheck(tolerance)
-        self._sketch: StateSketch | None = None  # of the last step that had one
+        self._sketch: StateSketch | None = None  # that of the last step, if it had one
         self._refusal = ""
 
     @property
     def confirmed(self) -> bool:
-        """True if this peer's state came from nobody, or was compared with the others' since then."""
+        """True if this peer loaded no state, or if its loaded state was compared with the others' since."""
         return not self._check.donors
 
     def check(self) -> None:
@@ -115,19 +117,19 @@ class Comparison:
         require(not self._refusal, self._refusal, MismatchError)
 
     def on_sketch(self, sketch: StateSketch | None) -> None:
-        """Take the sketch of the state after a step, if there is one."""
+        """Remember the sketch of the state after a step; None if the step has no sketch."""
         self._sketch = sketch
         if sketch is not None and self.confirmed:
             self.shown_sketch = sketch
 
     def on_loaded(self, donors: tuple[PeerId, ...]) -> None:
-        """Compare this peer's state, which it has from the donors, before it is a witness for others."""
+        """Note that these donors gave this peer's state: it must be compared before this peer shows sketches."""
         self.deviant = False
         self._sketch = None
         self._check.donors = donors
 
     def shown(self, rates: Rates, step: int) -> tuple[Rates, tuple[float, ...]]:
-        """Return the rates and, each `SKETCH_STEPS` steps, the sketch for the ticket of a step."""
+        """Return what the ticket of a step contains: the rates and, every `SKETCH_STEPS` steps, the sketch."""
         sketch = self._sketch
         if step % SKETCH_STEPS or sketch is None or sketch.step != step or not self.confirmed:
             return rates, ()
@@ -147,13 +149,13 @@ class Comparison:
             self.on_witness(group.witness, [group.members[index].id for index in group.agreeing], rates)
 
     def on_tickets(self, tickets: Mapping[PeerId, Ticket], rates: Rates) -> None:
-        """Compare this peer with most of these tickets, where no organizer has done so."""
+        """Compare this peer with the majority of these tickets, where no organizer has named a witness."""
         witness, agreeing = elect(tickets, self.agree, min(tickets, default=self._view.me))
         if witness is not None:
             self.on_witness(witness, [list(tickets)[index] for index in agreeing], rates)
 
     def on_witness(self, witness: Ticket, agreeing: Sequence[PeerId], rates: Rates) -> None:
-        """Compare this peer with what most others have; ``agreeing`` are these."""
+        """Compare this peer with the ticket that most peers, ``agreeing``, agree with."""
         if not equal_rates(rates, witness.rates):
             theirs = ", ".join(f"{rate:g}" for rate in witness.rates)
             own = ", ".join(f"{rate:g}" for rate in rates)
@@ -167,7 +169,7 @@ class Comparison:
         if own_sketch is None:
             return
         if sketch is None and own_sketch.step == witness.terms.step:
-            # Nobody is a witness: all have their states from others, and begin anew.
+            # Nobody shows a sketch, because all peers loaded their states: all states count as confirmed.
             self._check.donors = ()
         if sketch is None or not sketch.is_of_step(own_sketch):
             return
@@ -199,7 +201,7 @@ class Comparison:
             if verdict is Verdict.AGAIN:
                 self._refusal = f"this peer's state {text} For the second time, so it trains no more here"
         if verdict is not Verdict.DRIFTS:
-            # Whoever gave it may show another one: others are asked first.
+            # The donors may give a false state again, so other donors are asked first.
             self._view.distrust(donors, now=now)
         self._view.update(syncing=True)
         self.deviant = True

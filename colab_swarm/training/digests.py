@@ -1,6 +1,6 @@
-"""What peers compare instead of tensors: digests, equal for equal bits, and projections, near for near ones.
+"""What peers compare instead of tensors: digests, which detect any change, and projections, which measure its size.
 
-`StateDigests` has them for one replica.
+`StateDigests` computes both for one replica.
 """
 
 import math
@@ -28,11 +28,11 @@ from colab_swarm.training.records import (
 )
 from colab_swarm.training.watch import versions_of
 
-_SIGNS = 1 << 16  # random signs of a sketch; longer tensors are cut into blocks of _SIGNS values
+_SIGNS = 1 << 16  # length of a block: longer tensors are cut into blocks, which share their random signs
 
 
 def digest_of_tensors(tensors: Iterable[torch.Tensor]) -> bytes:
-    """Return a digest of the tensors' bytes, at over 1 GB/s."""
+    """Return a digest of the tensors' bytes; its speed is over 1 GB/s."""
     digest = blake3(max_threads=blake3.AUTO)
     for tensor in tensors:
         digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
@@ -46,7 +46,7 @@ def digest_with_optimizer(parameters: Iterable[torch.Tensor], optimizer: Optimiz
 
 
 def projections_of(parameters: list[torch.Tensor], optimizer: Optimizer, lineage: bytes) -> tuple[float, ...]:
-    """Return the values of a `StateSketch`: of the parameters, then of each kind of optimizer state by its name."""
+    """Return the values of a `StateSketch`: first those of the parameters, then of each kind of optimizer state."""
     kinds = {"": [*parameters]}
     for parameter in parameters:
         for kind, value in optimizer.state.get(parameter, {}).items():
@@ -59,20 +59,20 @@ def projections_of(parameters: list[torch.Tensor], optimizer: Optimizer, lineage
 
 
 def _project(tensors: list[torch.Tensor], seed: bytes) -> list[float]:
-    """Return the norm of all values, and their sums with `PROJECTIONS` random signs each, in norms."""
+    """Return the norm of all values, and `PROJECTIONS` sums of them with random signs, each divided by the norm."""
     rows: list[torch.Tensor] = []
     for tensor in tensors:
         values = reals(tensor).flatten()
         whole = len(values) // _SIGNS * _SIGNS
-        # Blocks of `_SIGNS` values are the rows of one matrix; what is left is one row.
+        # Blocks of `_SIGNS` values are the rows of one matrix; the rest of the tensor is one more row.
         matrices = [values[:whole].view(-1, _SIGNS), values[whole:].view(1, -1)]
         rows += [blocks for blocks in matrices if blocks.numel()]
-    # The first signs are of the values within a block, the last ones of the blocks.
+    # The first `_SIGNS` rows of signs belong to the values within a block, the other rows to the blocks.
     count = (_SIGNS + sum(map(len, rows))) * PROJECTIONS
     bits = np.unpackbits(np.frombuffer(blake3(seed).digest(count // 8 + 1), np.uint8))[:count]
     signs = torch.from_numpy(2 * bits.astype(np.float32) - 1).view(-1, PROJECTIONS)
     of_values: dict[torch.device, torch.Tensor] = {}
-    results = defaultdict(list)  # by device: fetching each alone would wait for it each time
+    results = defaultdict(list)  # by device; they are read together, because each read waits for the device
     start = _SIGNS
     for blocks in rows:
         device = blocks.device
@@ -80,7 +80,7 @@ def _project(tensors: list[torch.Tensor], seed: bytes) -> list[float]:
         outer = signs[start : start + len(blocks)].to(device)
         start += len(blocks)
         values = blocks.float()
-        # Norms of blocks: that of a long tensor at once is not exact enough.
+        # A norm for each block, because the norm of a long tensor is not exact enough.
         squares = torch.linalg.vector_norm(values, dim=1, keepdim=True).square()
         results[device].append(torch.cat([squares, outer * (values @ inner)], dim=1).sum(0))
     sums = sum(torch.stack(parts).cpu().double().sum(0) for parts in results.values())
@@ -91,10 +91,10 @@ def _project(tensors: list[torch.Tensor], seed: bytes) -> list[float]:
 
 @dataclass
 class StateDigests:
-    """What other peers compare with theirs of a `Replica`: rates, sketches, and changes outside a step.
+    """What other peers compare of a `Replica`: learning rates, sketches, and changes outside a step.
 
-    The ``optimizer`` is the wrapped one. ``stepping`` takes the swarm's steps on ``parameters``, and is
-    the same one where these are the ``model``'s.
+    ``_optimizer`` is the wrapped optimizer. ``_stepping`` takes the swarm's steps on ``_parameters``. Both are the same
+    optimizer if ``_parameters`` are those of the ``_model``.
     """
 
     _optimizer: Optimizer
@@ -106,29 +106,29 @@ class StateDigests:
         self.on_loaded()
 
     def on_step(self) -> None:
-        """Take the present parameters for the swarm's: it stepped."""
+        """Note that the optimizer stepped, so the present parameters are the swarm's."""
         self._versions = versions_of(self._model)
 
     def on_loaded(self) -> None:
-        """Take the parameters for the swarm's, whatever changed them: a state was loaded."""
+        """Note that a state was loaded, so the parameters are the swarm's, whatever changed them before."""
         self.on_step()
         self._changed = False
 
     def on_changed(self) -> None:
-        """The user changed the swarm's parameters, which are copies."""
+        """Note that the user changed the swarm's parameters where they are copies."""
         self._changed = True
 
     @property
     def changed(self) -> bool:
-        """True if the parameters changed outside a step, as far as torch counts it, since a state was loaded."""
-        # A schedule-free optimizer changes them to evaluate.
+        """True if the parameters changed outside a step since a state was loaded, as far as torch counts changes."""
+        # A schedule-free optimizer changes the parameters to evaluate.
         if self._parameters is self._model and not hasattr(self._optimizer, "eval"):
             self._changed |= self._versions != versions_of(self._model)
         return self._changed
 
     @property
     def tolerance(self) -> float:
-        """By how much the sketches of equal states may differ."""
+        """Maximum distance of the sketches of states that count as equal."""
         if any(parameter.dtype in (torch.float16, torch.bfloat16) for parameter in self._model):
             return HALF_TOLERANCE
         return TOLERANCE

@@ -1,4 +1,4 @@
-"""What the next bare ``step()`` counts: the batches that were drawn since the last one, or what a framework says."""
+"""What the next ``step()`` without arguments counts: the batches since the last step, or what a framework sets."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -10,32 +10,32 @@ Loss = float | torch.Tensor
 
 @dataclass
 class _Drawn:
-    """What one loader gave since the last step."""
+    """The batches that one loader gave since the last step."""
 
     sizes: list[float | None] = field(default_factory=list)  # samples of each batch; None: not known
-    # As the last batch was drawn: of each gradient, which tensor it is and how often it was changed.
+    # At the time when the last batch was drawn: for each gradient, the tensor's id and how often it was changed.
     marks: list[tuple[int, int, int]] = field(default_factory=list)
 
 
 @dataclass
 class NextStep:
-    """Samples, weight and loss of the next bare ``step()``.
+    """Samples, weight and loss of the next ``step()`` without arguments.
 
-    Gradients add up until a step, so the batches since the last one count together. A batch of which no gradient
-    came, such as one that the loop passed over, does not count; nor do those whose gradients were cleared.
+    Gradients add up until a step, so the batches since the last step count together. A batch does not count if it
+    gave no gradient, for example because the loop skipped it, or if its gradients were cleared.
     """
 
     _trained: Callable[[], Iterable[torch.Tensor]]  # gives the parameters that get the gradients
-    _batch_size: float | None  # what counts if nobody says anything
+    _batch_size: float | None  # what counts if no batch was drawn and nothing was set
     _drawn: dict[int, _Drawn] = field(default_factory=dict)  # by the loader's number
     _said: tuple[float | None, float | None, Loss | None] | None = None
 
     def say(self, samples: float | None, weight: float | None, loss: Loss | None) -> None:
-        """Count this, whatever was drawn."""
+        """Let the next step count these values, whatever batches were drawn."""
         self._said = samples, weight, loss
 
     def draw(self, samples: float | None, loader: int) -> None:
-        """Count a batch that the loader of this number gives now; ``samples`` is None if nothing says how many."""
+        """Count a batch that the loader of this number gives now; ``samples`` is None if its size is not known."""
         marks = []
         for parameter in self._trained():
             gradient = parameter.grad
@@ -50,12 +50,12 @@ class NextStep:
         drawn.marks = marks
 
     def on_cleared(self) -> None:
-        """Take the gradients of all but the last batches for cleared: theirs may still come."""
+        """Forget all batches except each loader's last one, whose gradients may still come."""
         for drawn in self._drawn.values():
             drawn.sizes = drawn.sizes[-1:]
 
     def take(self) -> tuple[float | None, float | None, Loss | None]:
-        """Return what the step counts, and begin again."""
+        """Return the samples, weight and loss that the step counts, and forget the batches."""
         said = self._said
         sizes = [size for drawn in self._drawn.values() for size in drawn.sizes]
         self._said = None

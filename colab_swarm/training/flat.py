@@ -1,6 +1,7 @@
 """A model's trained tensors as one flat float32 vector, and an optimizer's step with such a vector.
 
-Small tensors, such as biases, are at the front, where a codec may encode them finer. A complex value is two.
+Small tensors, such as biases, are at the front, where a codec may encode them more exactly. A complex value is stored
+as two values.
 """
 
 import itertools
@@ -23,17 +24,17 @@ from colab_swarm.tensors.device import (
 )
 from colab_swarm.training.layerwise import Lamb, Lars
 
-SMALL_VALUES = 1 << 16  # smaller tensors are at the front
-_READERS = (SGD, Adam, AdamW, Lamb, Lars)  # optimizers for `only_reads`
-# Of the swarm's steps after local ones (DiLoCo, section 3).
+SMALL_VALUES = 1 << 16  # tensors with fewer values are at the front
+_READERS = (SGD, Adam, AdamW, Lamb, Lars)  # may leave the gradients unchanged: see `only_reads`
+# Learning rate of the swarm's steps after local steps (DiLoCo, section 3).
 _OUTER_LR = 0.7
 _OUTER_MOMENTUM = 0.9
-_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
+_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by their size in bytes
 _NORM_SLACK = 1e-6  # as in `torch.nn.utils.clip_grad_norm_`
 
 
 def reals(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a view of the tensor's real values: one more dimension, of 2, if it is complex."""
+    """Return a view of the tensor's real values; a complex tensor gets one more dimension, of size 2."""
     if tensor.is_complex():
         return torch.view_as_real(tensor.detach())
     return tensor
@@ -44,7 +45,7 @@ def _is_large(tensor: torch.Tensor) -> bool:
 
 
 def _dense(gradient: torch.Tensor) -> torch.Tensor:
-    """Return the gradient itself, or a copy where it is sparse, or where several values share memory."""
+    """Return the gradient itself, or a dense copy if it is sparse or if several of its values share memory."""
     if gradient.layout is not torch.strided:
         return gradient.to_dense()
     if 0 in gradient.stride():
@@ -62,7 +63,7 @@ def parameters_of(optimizer: Optimizer) -> list[torch.Tensor]:
 
 
 def trained_by(optimizer: Optimizer) -> list[torch.Tensor]:
-    """Return the optimizer's trained parameters, in order; raises ValueError without any."""
+    """Return the optimizer's trained parameters, in order; raises ValueError if it trains none."""
     trained = [parameter for parameter in parameters_of(optimizer) if parameter.requires_grad]
     require(trained, "the optimizer has no parameter that requires a gradient: nothing to train")
     doubles = any(parameter.dtype == torch.complex128 for parameter in trained)
@@ -84,7 +85,7 @@ def copy_of(parameter: torch.Tensor) -> torch.Tensor:
 
 
 def move_to_copies(optimizer: Optimizer) -> list[torch.Tensor]:
-    """Make the optimizer work on copies of its trained parameters in main memory; returns these."""
+    """Make the optimizer work on copies of its trained parameters in main memory; returns the copies."""
     for group in optimizer.param_groups:
         for index, parameter in enumerate(group["params"]):
             if not parameter.requires_grad:
@@ -98,9 +99,9 @@ def move_to_copies(optimizer: Optimizer) -> list[torch.Tensor]:
 
 
 def move_state(optimizer: Optimizer) -> None:
-    """Bring the state of parameters to where they are; ``load_state_dict`` would also cast it to their types."""
+    """Move the optimizer's state to its parameters' devices; ``load_state_dict`` would also change the data types."""
     for group in optimizer.param_groups:
-        # Else steps are counted in main memory.
+        # Other optimizers count their steps in main memory.
         counts_there = group.get("fused") or group.get("capturable")
         for parameter in group["params"]:
             state = optimizer.state.get(parameter, {})
@@ -111,19 +112,19 @@ def move_state(optimizer: Optimizer) -> None:
 
 
 def outer_optimizer(parameters: list[torch.Tensor], *, sparse: bool) -> Optimizer:
-    """Return the optimizer that takes the swarm's steps between local ones."""
+    """Return the optimizer that takes the swarm's step after each round of local steps."""
     if sparse:
         return SGD(parameters, lr=1.0)
     return SGD(parameters, lr=_OUTER_LR, momentum=_OUTER_MOMENTUM, nesterov=True)
 
 
 class FlatValues:
-    """A float32 value for each one of some tensors, and where they are, such as a sum of gradients on a GPU.
+    """A float32 value for each value of some tensors, for example a sum of gradients on a GPU.
 
     Attributes:
-        segments: the flat values, small tensors first. Neighbours on one device share a segment.
-        parts: of each tensor, a view shaped as its `reals`.
-        in_main_memory: the values are there, wherever the tensors are.
+        segments: the flat values, small tensors first. Neighbouring tensors on one device share a segment.
+        parts: for each tensor, a view of its values that is shaped like its `reals`.
+        in_main_memory: True if the values are in main memory, wherever the tensors are.
     """
 
     def __init__(
@@ -132,7 +133,7 @@ class FlatValues:
         values: Floats | None = None,
         segments: Sequence[torch.Tensor] = (),
     ) -> None:
-        """Be these ``values`` in main memory, or these ``segments``; else new memory on the tensors' devices."""
+        """Use these ``values`` in main memory, or these ``segments``; else new memory on the tensors' devices."""
         ordered = sorted(tensors, key=_is_large)
         sizes = [reals(tensor).numel() for tensor in ordered]
         self.in_main_memory = values is not None
@@ -164,7 +165,7 @@ class FlatValues:
             segment.mul_(factor)
 
     def lies_with(self, tensors: Sequence[torch.Tensor]) -> bool:
-        """Return True if gradients of these tensors can be added: a model may have moved."""
+        """Return True if gradients of these tensors can be added; False after the model moved to another device."""
         if self.in_main_memory:
             return True
         pairs = zip(self.parts, tensors, strict=True)
@@ -181,8 +182,8 @@ class FlatValues:
 class GradientSum:
     """A sum of gradients, each times its weight, in the memory of ``values``.
 
-    The sum is ``factor`` times the values: so the first gradient is copied as it is, and a mean of one needs no more.
-    Without a ``factor`` it is 0, and its memory may hold anything.
+    The sum is ``factor`` times the values. So the first gradient is copied without a multiplication, and the mean of a
+    single gradient needs no more work. If ``factor`` is None the sum is 0, and its memory may hold anything.
     """
 
     values: FlatValues
@@ -196,7 +197,7 @@ class GradientSum:
         scale: torch.Tensor | None,
         counts: torch.Tensor | None,
     ) -> None:
-        """Add ``weight / scale`` times each parameter's gradient, which is set to 0 unless the bool ``counts``."""
+        """Add ``weight / scale`` times each gradient; if the bool ``counts`` is False, set the gradients to 0 first."""
         factor = self.factor
         groups: dict[object, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
         for parameter, part in zip(parameters, self.values.parts, strict=True):
@@ -210,12 +211,12 @@ class GradientSum:
         ratio = None if factor is None else weight / factor
         for parts, gradients in groups.values():
             if counts is not None:
-                # As integers: times 0.0, a NaN would stay.
+                # Multiplied as integers, because a NaN times 0.0 is a NaN.
                 kind = _INTEGERS[gradients[0].dtype.itemsize]
                 mask = counts.to(gradients[0].device, kind)
                 torch._foreach_mul_([gradient.view(kind) for gradient in gradients], mask)
             if self.values.in_main_memory:
-                # Copied one by one: together they would need the memory of a model.
+                # Added one by one, because copies of all gradients would need the memory of a model.
                 for part, gradient in zip(parts, gradients, strict=True):
                     _accumulate([part], [to_host(gradient)], ratio, scale)
             else:
@@ -232,7 +233,7 @@ class GradientSum:
             if part.device == addend.device:
                 part.add_(addend, alpha=weight / self.factor)
                 continue
-            # Added in main memory: a device that has no memory for the addend would end it half-way.
+            # Added in main memory: on a device without memory for the addend, the sum would stop half-way.
             total = to_host(part)
             total.add_(to_host(addend), alpha=weight / self.factor)
             copy_in(total, part)
@@ -253,7 +254,7 @@ def _accumulate(
     weight: float | None,
     scale: torch.Tensor | None,
 ) -> None:
-    """Add ``weight / scale`` times the gradients; without a weight, replace what was there by them ``/ scale``."""
+    """Add ``weight / scale`` times the gradients; without a weight, overwrite the parts with gradients ``/ scale``."""
     factor = None if scale is None else scale.to(parts[0].device).reciprocal()
     if weight is None:
         torch._foreach_copy_(parts, gradients)
@@ -266,7 +267,7 @@ def _accumulate(
 
 
 def within(tensors: Sequence[torch.Tensor], limit: float) -> bool:
-    """Return True if all values are below ``limit``, whatever their sign; False for NaN."""
+    """Return True if the absolute values of all values are below ``limit``; False if there is a NaN."""
     bounds = [torch.aminmax(tensor) for tensor in tensors if len(tensor)]
     flags = [Flag((least > -limit) & (most < limit)) for least, most in bounds]
     return all(flag.read() for flag in flags)
@@ -279,15 +280,15 @@ def set_gradients(
     *,
     shared: bool = False,
 ) -> None:
-    """Set the parameters' gradients to copies of these; ``shared``: to views, where the type is the same.
+    """Set the parameters' gradients to copies of ``gradient``, or with ``shared`` to views, where the type is equal.
 
-    ``unused`` ones, by a flag for each parameter, get none.
+    ``unused`` has a flag for each parameter; a parameter whose flag is True gets no gradient.
     """
     flags = itertools.chain(unused, itertools.repeat(False))
     for parameter, part, skipped in zip(parameters, gradient.parts, flags, strict=False):
         if skipped:
             continue
-        # Fused optimizers read both by the strides of one.
+        # Fused optimizers read the parameter and its gradient by the strides of one of them.
         kinds = [(tensor.dtype, tensor.device, tensor.stride()) for tensor in (parameter, part)]
         if shared and kinds[0] == kinds[1]:
             parameter.grad = part
@@ -308,33 +309,34 @@ def take_step(
     max_grad_norm: float | None,
     ours: bool,
 ) -> None:
-    """Step with a flat gradient, clipped to ``max_grad_norm``; ``unused`` parameters, by flag, stay as they are.
+    """Step with a flat gradient, clipped to ``max_grad_norm``; parameters with a flag in ``unused`` do not change.
 
-    It is not changed, as other peers may be reading it, unless it is ``ours``.
+    Other peers may be reading the gradient, so it is only changed if it is ``ours``.
     """
     try:
         set_gradients(parameters, gradient, unused, shared=ours or only_reads(optimizer))
         if max_grad_norm is not None:
             norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
-            # What is ours is multiplied by 1 rather than read: a device would be waited for.
+            # Our own gradient is always multiplied, if need be by 1: reading the norm would wait for the device.
             if ours or norm + _NORM_SLACK > max_grad_norm:
                 set_gradients(parameters, gradient, unused, shared=ours)
                 torch.nn.utils.clip_grads_with_norm_(parameters, max_grad_norm, norm)
         optimizer.step()
     finally:
-        # Else a backward pass would add to a mean.
+        # Else the next backward pass would add to the mean.
         optimizer.zero_grad(set_to_none=True)
 
 
 def only_reads(optimizer: Optimizer) -> bool:
-    """Return True if a step is known to leave the gradients as they are.
+    """Return True if a step of this optimizer is known not to change the gradients.
 
-    Others get copies: a hook, a subclass and lists of tensors ("foreach") may change them in place.
+    Other optimizers get copies of the gradients, because hooks, subclasses and updates of lists of tensors ("foreach")
+    may change them in place.
     """
     if type(optimizer) not in _READERS or optimizer._optimizer_step_pre_hooks:
         return False
     if any(group.get("foreach") for group in optimizer.param_groups):
         return False
-    # On a GPU lists are the default, and Nesterov's are changed.
+    # On a GPU, updates of lists are the default, and those with Nesterov momentum change the gradients.
     has_nesterov = any(group.get("nesterov") for group in optimizer.param_groups)
     return not has_nesterov or all(in_main_memory(tensor.device) for tensor in parameters_of(optimizer))

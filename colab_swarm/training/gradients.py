@@ -22,38 +22,38 @@ from colab_swarm.training.watch import TrainedParameters
 
 logger = logging.getLogger(__name__)
 
-_FEEDBACK_DECAY = 0.95  # a round, of SparseLoCo
+_FEEDBACK_DECAY = 0.95  # what SparseLoCo's error feedback is multiplied by after each round
 
 
 def _brought(value: float | torch.Tensor, device: torch.device) -> float | torch.Tensor:
-    """Return a number, or a tensor on this device: a model may span several."""
+    """Return a number as it is, or a tensor moved to this device, because a model may be on several devices."""
     return value.to(device) if isinstance(value, torch.Tensor) else value
 
 
 class MeanLoss:
-    """The weighted mean of the finite losses; tensors stay where they are until it is shown.
+    """The weighted mean of the finite losses; tensors stay on their devices until `value` reads the mean.
 
-    ``sums``: of the losses by weight, and of their weights.
+    ``sums`` are the sum of the losses times their weights, and the sum of these weights.
     """
 
     def __init__(self) -> None:
         self.sums: tuple[float | torch.Tensor, float | torch.Tensor] = 0.0, 0.0
 
     def add(self, loss: float | torch.Tensor, weight: float, counts: torch.Tensor | bool = True) -> None:
-        """Add a loss if it is finite, and ``counts``, a bool that may be on a device."""
+        """Add a loss if it is finite and if ``counts`` is True; ``counts`` may be a bool tensor on a device."""
         value = torch.as_tensor(loss, dtype=torch.float32).detach().mean()
         if isinstance(counts, torch.Tensor) and in_main_memory(value.device):
-            # The number goes to the flag: a flag that comes here would be waited for.
+            # The loss goes to the flag's device, because moving the flag here would wait for the device.
             value = torch.full((), float(value), dtype=torch.float32, device=counts.device)
         finite = value.isfinite() & _brought(counts, value.device)
         total = _brought(self.sums[0], value.device) + torch.where(finite, value, 0.0) * weight
         counted = _brought(self.sums[1], value.device) + finite * weight
-        # One assignment: another thread may read both.
+        # One assignment sets both, because another thread may read them.
         self.sums = total, counted
 
     @property
     def value(self) -> float | None:
-        """The mean, or None without any; waits for a GPU. Thread-safe."""
+        """The mean, or None if no loss was added; may wait for a GPU. Thread-safe."""
         total, weight = map(float, self.sums)
         if not weight or not math.isfinite(total):
             return None
@@ -61,7 +61,7 @@ class MeanLoss:
 
 
 def finite_gradients(parameters: Iterable[torch.Tensor]) -> Flag:
-    """Return whether no gradient has a NaN or Inf."""
+    """Return a flag that is True if no gradient has a NaN or Inf."""
     return all_finite([p.grad.to_dense() for p in parameters if p.grad is not None and p.grad.numel()])
 
 
@@ -76,7 +76,7 @@ def require_gradient(parameters: Iterable[torch.Tensor]) -> None:
 
 @dataclass(frozen=True)
 class GradientCheck:
-    """Whether a gradient is ``finite``, with its samples and weight, and which parameters it is of."""
+    """Whether a gradient is ``finite``, its samples and weight, and the indices of the parameters that it changed."""
 
     finite: Flag
     samples: float
@@ -85,7 +85,7 @@ class GradientCheck:
 
 
 def _less(total: float, part: float) -> float:
-    """Return what is left of a sum without this part of it; nothing, if only rounding is left."""
+    """Return a sum without one of its parts; 0 if only a rounding error is left."""
     left = total - part
     return left if left > 1e-9 * part else 0.0
 
@@ -97,19 +97,21 @@ def _own(vector: Vector) -> ModelVector:
 
 
 class Gradients:
-    """A sum of gradients, each times its weight. *Samples* fill the batch, *weight* weighs the mean.
+    """A sum of gradients, each times its weight. *Samples* fill the batch; *weight* is the weight in the mean.
 
-    With local steps (DiLoCo, Douillard et al. 2023) the contribution is the *pseudo-gradient*: the
-    parameters of the last round minus the present ones. In front of either is the change of the
-    model's buffers. ``feedback`` is what compression cut off the last contribution. It is added to the next one
-    whatever that weighs: times the ratio of their weights, a long round's would ruin a short one. With SparseLoCo
-    it decays, and is the outer momentum.
+    With local steps (DiLoCo, Douillard et al. 2023) the contribution is the *pseudo-gradient*: the parameters of the
+    last round minus the present ones. In the vector, the change of the model's buffers comes first.
 
-    Memory is what limits the model, so the contribution is the sum itself, scaled, and its mean replaces it.
-    ``held(vector)``: another peer may still recover chunks from it. So there are two vectors in turn, and a third
-    where a round runs while the next sum begins. If there was no mean, the sum is taken back: `_take_back`.
-    ``placement`` decides where they lie, with at most ``device_memory`` bytes on devices; None: what is free.
-    An interrupt within a round may have left means of the group in it; they count as this peer's gradients.
+    ``feedback`` is what compression cut off the last contribution. It is added to the next contribution without
+    regard to weights: if it were multiplied by the ratio of the two weights, the feedback of a long round would
+    ruin a short one. With SparseLoCo the feedback decays, and replaces the outer momentum.
+
+    Memory limits the size of the model, so the sum itself is scaled and becomes the contribution, and the mean
+    overwrites it. ``held(vector)`` is True while another peer may still recover chunks from a vector. So two vectors
+    take turns, and there is a third one if a round runs while the next sum begins. If a round gave no mean, the
+    contribution becomes the sum again: see `_take_back`. ``placement`` decides where vectors lie, with at most
+    ``device_memory`` bytes on devices; None allows all free memory. An interrupt within a round may leave means of
+    the group in the vector. These then count as this peer's gradients.
     """
 
     def __init__(
@@ -126,24 +128,27 @@ class Gradients:
         self.feedback: ErrorFeedback | DeviceFeedback | None = None
         if error_feedback:
             self.feedback = ErrorFeedback(replica.numel)
-        self.dropped_in_row = 0  # the last gradients, none of which was finite
+        self.dropped_in_row = 0  # how many gradients in a row, up to the last one, were not finite
         self._begin()
 
     def _begin(self) -> None:
-        # Of gradients, since the last local step. None: it is 0, or given.
+        # The sum of gradients since the last local step. None if it is 0, or became the contribution.
         self._sum: GradientSum | None = None
-        self._checks: list[GradientCheck] = []  # of gradients in the sum
+        self._checks: list[GradientCheck] = []  # of gradients in the sum that were not checked yet
         self._given: RoundInput | None = None  # the contribution, until it is averaged or taken back
         self.samples = 0.0
-        self.dropped = 0.0  # samples that were not finite, until they are reported
+        self.dropped = 0.0  # samples whose gradients were not finite, until they are reported
         self.weight = 0.0
         self._since = 0.0  # weight since the last local step
-        # Of each parameter, whether no gradient came since the last round; with local steps, since the last of them.
+        # For each parameter, True if it got no gradient since the last round; with local steps, since the last step.
         self._unused = [True] * len(self._replica.model)
         self.loss = MeanLoss()
 
     def check(self) -> list[str]:
-        """Return new sentences for the user; raise `RuntimeError` if something else is trained, or nothing."""
+        """Return new sentences for the user.
+
+        Raises `RuntimeError` if the trained parameters changed, and `StepError` if no parameter has a gradient.
+        """
         sentences = self._trained.check()
         require_gradient(self._replica.model)
         return sentences
@@ -156,9 +161,10 @@ class Gradients:
         *,
         scale: torch.Tensor | None = None,
     ) -> None:
-        """Add the model's gradient, a mean by ``weight`` times ``scale``.
+        """Add the model's gradient, which is a mean over ``weight``, multiplied by ``scale``.
 
-        If it is not finite it is taken out again: now or, on a device, with the next one, so that nothing waits for it.
+        A gradient that is not finite does not count. In main memory this is checked immediately. On a device it is
+        checked when the next gradient is added, so that nothing waits for the device.
         """
         model = self._replica.model
         finite = finite_gradients(model)
@@ -177,7 +183,7 @@ class Gradients:
         self.read_checks(newest=not self.placement.on_devices)
 
     def read_checks(self, *, newest: bool = True) -> None:
-        """Read whether the gradients, the ``newest`` too, were finite; take out those that were not."""
+        """Read whether the gradients, with the ``newest`` or without, were finite, and uncount those that were not."""
         while len(self._checks) > (not newest):
             check = self._checks.pop(0)
             if check.finite.read():
@@ -192,7 +198,7 @@ class Gradients:
                 self._since = _less(self._since, check.weight)
 
     def _total(self) -> GradientSum:
-        """Return the sum; a model that moved takes it along."""
+        """Return the sum; if the model moved to another device, the sum moves, too."""
         before = self._sum
         if before is not None and before.values.lies_with(self._replica.model):
             return before
@@ -206,13 +212,13 @@ class Gradients:
         if self._since:
             total = self._total()
             self._replica.step_alone(total.mean(self._since), self._unused)
-            # Its memory takes the next one.
+            # The next sum uses the same memory.
             total.factor = None
             self._since = 0.0
             self._unused = [True] * len(self._replica.model)
 
     def offer(self) -> StepOffer:
-        """Return what the contribution will be, after all gradients were looked at."""
+        """Return what the contribution will be; before that, check all gradients."""
         self.read_checks()
         unused = b""
         if self.weight and not self._replica.rule.local:
@@ -221,10 +227,10 @@ class Gradients:
         return StepOffer(self.weight, self.loss.value, unused, digests.rates, digests.changed)
 
     def contribution(self) -> RoundInput:
-        """Return what to average; all gradients are settled."""
+        """Return what to average; call it after `offer`, which checks all gradients."""
         self._take_back(self._given)
         if self._replica.rule.local:
-            # Before it is decided where vectors lie, as it takes memory.
+            # The step comes before the decision where vectors lie, because it takes memory.
             self.step()
             self._sum = None
         try:
@@ -234,7 +240,7 @@ class Gradients:
             if not self.placement.leave_devices(error):
                 raise
             vector, feedback = self._new_contribution()
-        # From here on nothing takes a device's memory, and nothing is lost.
+        # From here on nothing allocates memory on a device, so the sum cannot be lost.
         self._sum = None
         if feedback is not None:
             self.feedback = feedback
@@ -248,7 +254,7 @@ class Gradients:
         return self._given
 
     def _new_contribution(self) -> tuple[ModelVector, Any]:
-        """Return a vector of the pseudo-gradient or of the sum, and error feedback where it lies, if there is any."""
+        """Return a vector with the pseudo-gradient or the sum, and the error feedback, moved to the vector's place."""
         if self._replica.rule.local:
             vector = self.placement.new_vector()
             self._replica.pseudo_gradient(self.placement.values_of(vector))
@@ -312,10 +318,10 @@ class Gradients:
         if values is not None:
             self._sum = GradientSum(values, given.weight)
         else:
-            # Its memory must not take the new sum.
+            # The new sum must not be placed in this vector's memory.
             self.placement.aside = vector
             self._total().add(self.placement.values_of(vector), given.weight)
             self.placement.aside = None
         if self.feedback is not None:
-            # The next contribution adds it again.
+            # Subtracted here, because the next contribution adds it again.
             self._total().add(self.placement.values_of(self.feedback), -given.weight)

@@ -1,4 +1,4 @@
-"""`LoopHooks`: what a loop that calls ``step()`` itself tells a `SwarmOptimizer`, and asks it."""
+"""`LoopHooks`: the calls between a framework's training loop and a `SwarmOptimizer`."""
 
 import math
 import threading
@@ -16,14 +16,14 @@ LEFT = "this optimizer has left its swarm: make a new one with swarm.optimizer(â
 
 
 class LoopHooks:
-    """``optimizer.hooks``: for the loop of a framework, or one like `Swarm.batches`; your own loop needs none of it.
+    """``optimizer.hooks``: for the loop of a framework, or a generator like `Swarm.batches`; your own loop needs none.
 
     Attributes:
         peer: the id of the peer that trains with this optimizer.
-        checkpoint: what a checkpoint holds; a loop keeps its positions in the data there.
-        warn: tells the user a sentence about the training, and records it.
+        checkpoint: the content of a checkpoint; a loop keeps its positions in the data there.
+        warn: shows the user a sentence about the training, and records it as an event.
         max_steps: global step at which the loop ends; infinite by default. Views show it.
-        closed: set once the optimizer steps no more.
+        closed: set once the optimizer takes no more steps.
     """
 
     def __init__(
@@ -38,20 +38,21 @@ class LoopHooks:
         self.warn = warn
         self.max_steps = math.inf
         self.closed = threading.Event()
-        self.why = LEFT  # it steps no more
-        self.hand_over_s: float | None = None  # set: finish the call, hand over, close
+        self.why = LEFT  # why it takes no more steps
+        self.hand_over_s: float | None = None  # if set: finish the present call, hand over, close
         self.is_replaced = False  # by a later optimizer of the same name
         self._next = next_step
-        self._running = 0  # loops that end by themselves with the session
+        self._running = 0  # number of loops that end by themselves with the session
 
     def begin_batch(self, samples: float | None, *, loader: int = 0) -> None:
-        """Count a batch that is about to be computed, for a loop whose steps accumulate several.
+        """Count a batch that is about to be computed, for a loop that accumulates several batches in a step.
 
-        The next bare ``step()`` counts the batches since the last one. One of which no gradient came does not count.
+        The next ``step()`` without arguments counts all batches since the last step. A batch does not count if no
+        gradient came of it.
 
         Args:
-            samples: of the batch; None if nothing says how many, so the step asks for ``samples=``.
-            loader: number of the loader that gave it.
+            samples: size of the batch; None if it is not known, and then ``step()`` asks for ``samples=``.
+            loader: number of the loader that gave the batch.
         """
         self._next.draw(samples, loader)
 
@@ -62,14 +63,15 @@ class LoopHooks:
         weight: float | None = None,
         loss: float | torch.Tensor | None = None,
     ) -> None:
-        """Say what the next bare ``step()`` counts, whatever batches were begun; as the arguments of ``step()``."""
+        """Set what the next ``step()`` without arguments counts, in place of the batches that were begun."""
         self._next.say(samples, weight, loss)
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """While this lasts, ``step()`` does nothing after the session's end: the loop looks at `over`, and ends.
+        """Run a loop in a ``with`` block in which ``step()`` does nothing after the session's end.
 
-        Raises RuntimeError if this peer has left already, or a later optimizer has replaced this one.
+        The loop itself checks `over`, and ends. Raises RuntimeError if this peer has left already, or a later
+        optimizer has replaced this one.
         """
         self.check_open()
         self._running += 1
@@ -80,19 +82,19 @@ class LoopHooks:
 
     @property
     def over(self) -> bool:
-        """True if this peer has left, or leaves at the next step, as its session ends."""
+        """True if this peer has left, or leaves at the next step because its session ends."""
         return self.closed.is_set() or self.hand_over_s is not None
 
     def check_open(self) -> None:
-        """Raise RuntimeError, with what to do, if this optimizer steps no more, or is about to leave."""
+        """Raise RuntimeError, with the next step for the user, if this optimizer is closed or about to close."""
         require(not self.over, self.why, RuntimeError)
 
     @property
     def ends_quietly(self) -> bool:
-        """True in a loop that looks at `over`: a step after the end raises nothing there."""
+        """True inside a loop that checks `over`: there a step after the end raises nothing."""
         return self._running > 0 and not self.is_replaced
 
     def end(self, why: str, *, hand_over_s: float) -> None:
-        """Let the next call of the optimizer hand over, close and raise ``why``."""
+        """Let the optimizer's next call hand the accumulated samples over, close the optimizer, and raise ``why``."""
         self.why = why
         self.hand_over_s = hand_over_s

@@ -1,9 +1,10 @@
 """One peer, several processes: the GPUs of one host train as one peer through `torch.distributed`.
 
-Only rank 0 talks to the swarm. The ranks' gradients are summed where they are, and go there as one micro-batch;
-if that changed its parameters, all ranks get them. All ranks make the same calls in the same order.
+Only rank 0 talks to the swarm. In each ``step()``, the ranks' gradients are summed on their devices, and rank 0 counts
+the sum as one micro-batch. If this changes the parameters of rank 0, rank 0 sends them to all ranks. All ranks must
+make the same calls in the same order.
 
-A gradient that is not finite is dropped at its rank: with float16 each rank has a scale of its own.
+Each rank drops its own gradients that are not finite, because with float16 each rank has its own gradient scale.
 """
 
 import logging
@@ -33,7 +34,9 @@ from colab_swarm.training.state import CheckpointFolder
 
 logger = logging.getLogger(__name__)
 _LEAD = 0
-_COUNTS = 5  # samples dropped, the sum of the losses by weight, the weight with a loss, samples, their weight
+# Numbers in a rank's counts: samples dropped, the weighted sum of the losses, the weight that has a loss, samples, and
+# the weight of the samples.
+_COUNTS = 5
 
 
 @dataclass(frozen=True)
@@ -41,18 +44,18 @@ class _Update:
     step: int = 0
     lineage: bytes = b""
     result: RoundResult | None = None
-    changed: bool = False  # the parameters of rank 0, which sends this after each call
+    changed: bool = False  # whether the parameters of rank 0 changed; it sends this after each call
     error: str = ""
 
 
 class RankSum:
-    """A rank's gradients and what they count, where its model is; at rank 0, after a reduction, those of all ranks.
+    """A rank's gradients and their counts, on the model's devices; after a reduction, rank 0 has the sum of all ranks.
 
-    Nothing is read from a device and nothing waits for it, but in `to_gradients`.
+    Only `to_gradients` reads from a device or waits for it.
 
     Attributes:
-        tensors: what the ranks sum: the gradients by weight, and last the counts, with how many ranks had a gradient
-            of each parameter.
+        tensors: what the ranks sum: the gradients times their weights, and as the last tensor the counts. The counts
+            include, for each parameter, how many ranks had a gradient.
     """
 
     def __init__(self, parameters: list[torch.Tensor], rank: int) -> None:
@@ -62,7 +65,7 @@ class RankSum:
         device = parameters[0].device
         self._counts = torch.zeros(_COUNTS + len(parameters), dtype=torch.float32, device=device)
         self.tensors = [*self._gradient.segments, self._counts]
-        self._check: tuple[Flag, float] | None = None  # of the newest gradient, with its samples
+        self._check: tuple[Flag, float] | None = None  # is the newest gradient finite, and its samples
 
     def gather(
         self,
@@ -71,7 +74,7 @@ class RankSum:
         loss: float | torch.Tensor | None,
         scale: torch.Tensor | None,
     ) -> None:
-        """Take this rank's gradient, a mean times ``scale``; it counts if it is finite and has samples."""
+        """Take this rank's gradient, which is a mean times ``scale``; it counts if it is finite and has samples."""
         self.read_check()
         self._counts.zero_()
         total = GradientSum(self._gradient)
@@ -87,12 +90,12 @@ class RankSum:
             self._counts[0] = counts.logical_not() * samples
             used = [float(parameter.grad is not None) for parameter in self._parameters]
             self._counts[3:] = carry_numbers([samples, weight, *used], counts.device) * counts
-        # Of weight 1, so that ranks can be added.
+        # Each rank's sum gets the factor 1, so that the sums of the ranks can be added.
         total.mean(1.0)
         clear_gradients(self._parameters)
 
     def read_check(self) -> None:
-        """Warn if the newest gradient was not finite: at the next call, so that none waits for the device."""
+        """Warn if the newest gradient was not finite; the next call reads this, so that none waits for the device."""
         if self._check is not None:
             finite, samples = self._check
             self._check = None
@@ -101,7 +104,7 @@ class RankSum:
                 logger.warning(text, self._rank, samples)
 
     def to_gradients(self) -> tuple[float, float, float | None]:
-        """Set the parameters' gradients to the mean over all ranks; return its samples, weight and mean loss."""
+        """Set the parameters' gradients to the mean over all ranks; return the mean's samples, weight and loss."""
         counts = floats_of(self._counts)
         dropped, losses, losses_weight, samples, weight = map(float, counts[:_COUNTS])
         # A parameter that no rank used stays as it is, as in one process.
@@ -120,13 +123,13 @@ class RankSum:
 
 
 class HostOptimizer(WrappedOptimizer):
-    """A rank's part in a peer: use it like a `SwarmOptimizer`, in the same way on all ranks.
+    """One rank's optimizer in a peer of several processes: use it like a `SwarmOptimizer`, on all ranks alike.
 
-    ``param_groups``, ``state``, ``defaults`` and ``state_dict()`` are those of rank 0's `SwarmOptimizer`, and step
-    hooks count there; another rank shows its own optimizer, which takes no step.
+    On rank 0, ``param_groups``, ``state``, ``defaults`` and ``state_dict()`` are those of its `SwarmOptimizer`, and
+    only there step hooks are called. Another rank shows its own optimizer, which takes no step.
 
-    A `GradScaler` steps it as any optimizer: ``scaler.step(optimizer, samples=…)``, then ``scaler.update()``. Where a
-    framework steps, ``scaler.unscale_(optimizer)`` comes first, and ``scaler.update()`` last.
+    A `GradScaler` works as with any optimizer: call ``scaler.step(optimizer, samples=…)``, then ``scaler.update()``.
+    If a framework calls ``step()``, ``scaler.unscale_(optimizer)`` comes before it, and ``scaler.update()`` after it.
     """
 
     made_by = "host_optimizer(…)"
@@ -143,7 +146,7 @@ class HostOptimizer(WrappedOptimizer):
         timeout_s: float,
     ) -> None:
         """Use `host_optimizer`. ``begin`` joins the swarm, on rank 0."""
-        self.lead: SwarmOptimizer | None = None  # on the other ranks
+        self.lead: SwarmOptimizer | None = None  # stays None on all ranks except rank 0
         self.global_step = 0
         self.lineage = b""
         self._settings = settings
@@ -151,7 +154,7 @@ class HostOptimizer(WrappedOptimizer):
         self._buffer_names = list(averaged_by_name(model))
         self._parameters = trained_by(optimizer)
         self._sum = RankSum(self._parameters, dist.get_rank())
-        self._sent: object = None  # version of the parameters that the others have
+        self._sent: object = None  # version of the parameters that rank 0 sent last
         self._timeout = timedelta(seconds=timeout_s)
         self._messages = dist.new_group(backend="gloo", timeout=self._timeout)
         self._tensors = self._messages
@@ -167,7 +170,7 @@ class HostOptimizer(WrappedOptimizer):
         super().__init__(wrapped, wrapped)
 
     def _places(self) -> set[str]:
-        """Return the types of devices that the sums of all ranks are on; raises ValueError if they have other sizes."""
+        """Return the device types of all ranks' sums; raises ValueError if the sums of two ranks differ in size."""
         own = [(values.device.type, len(values)) for values in self._sum.tensors]
         ranks: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(ranks, own, group=self._messages)
@@ -180,7 +183,7 @@ class HostOptimizer(WrappedOptimizer):
         # A torch scheduler replaces the step of its optimizer.
         if hasattr(value, "_wrapped_by_lr_sched"):
             if self.lead is not None:
-                # It refuses, and sets back what the scheduler has changed.
+                # This raises an error, and undoes what the scheduler has changed.
                 setattr(self.lead, name, value)
             raise ValueError(NO_SCHEDULER_HERE)
         super().__setattr__(name, value)
@@ -196,9 +199,9 @@ class HostOptimizer(WrappedOptimizer):
     ) -> RoundResult | None:
         """Count this rank's gradient: see `SwarmOptimizer.step`. All ranks get the result.
 
-        ``samples`` is 0 if there is no batch for this rank, which then scales no loss and updates no
-        `GradScaler`. A rank whose gradient is not finite adds nothing, and warns at its next call; if no rank has
-        another one, nothing counts.
+        Pass ``samples=0`` if there is no batch for this rank; such a rank scales no loss and updates no `GradScaler`.
+        A rank whose gradient is not finite adds nothing, and warns at its next call. If no rank has a finite gradient,
+        nothing counts.
 
         Raises `HostError` if another rank failed, or did not respond in time, `ValueError` if a number is
         missing or, on rank 0, if no rank has samples, and `RuntimeError` if a batch has no gradient.
@@ -215,7 +218,7 @@ class HostOptimizer(WrappedOptimizer):
             require_gradient(self._parameters)
         self._sum.gather(samples, weight, loss, getattr(self, "grad_scale", None))
         try:
-            # The barrier names the missing rank; a reduction would not, and NCCL's would end the process.
+            # The barrier's error names the missing rank. A reduction's would not, and NCCL's would end the process.
             dist.monitored_barrier(self._messages, timeout=self._timeout)
             for values in self._sum.tensors:
                 dist.reduce(values, _LEAD, group=self._tensors)
@@ -244,7 +247,7 @@ class HostOptimizer(WrappedOptimizer):
             self.lead.close()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of rank 0's `SwarmOptimizer`; another rank's own optimizer has none."""
+        """Return the state of rank 0's `SwarmOptimizer`; on another rank, that of its own optimizer, which is empty."""
         return self._saved(self._wrapped.state_dict)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -260,7 +263,7 @@ class HostOptimizer(WrappedOptimizer):
         try:
             return self._leading().step(samples=samples, weight=weight, loss=loss)
         finally:
-            # Else a backward pass after an error would add to the sum, which the next call begins anew.
+            # Else a backward pass after an error would add to the old sum; the next call begins a new one.
             clear_gradients(self._parameters)
 
     def _leading(self) -> SwarmOptimizer:
@@ -274,7 +277,7 @@ class HostOptimizer(WrappedOptimizer):
             try:
                 result = act()
                 lead = self._leading()
-                # Tensor versions show updates between the swarm's steps, the lineage all others.
+                # Tensor versions show updates between the swarm's steps; the lineage shows all other updates.
                 version = (lead.lineage, [parameter._version for parameter in self._parameters])
                 own = _Update(lead.global_step, lead.lineage, result, changed=version != self._sent)
             except BaseException as error:  # also an interrupt: the others must not wait for this rank
@@ -332,8 +335,8 @@ def host_optimizer(
 ) -> HostOptimizer:
     """Make one peer of all processes of a `torch.distributed` job; every rank calls it after ``init_process_group``.
 
-    Do not wrap the model in `DistributedDataParallel`: gradients are summed here. On GPUs without bfloat16,
-    such as Kaggle's two T4, each rank has a `GradScaler` of its own::
+    Do not wrap the model in `DistributedDataParallel`, because this optimizer sums the gradients. On GPUs without
+    bfloat16, such as Kaggle's two T4, each rank has its own `GradScaler`::
 
         with torch.autocast("cuda", torch.float16):
             loss = model(**batch).loss
@@ -342,14 +345,16 @@ def host_optimizer(
         scaler.update()
 
     Args:
-        swarm: this peer's `Swarm` on rank 0, None on the others.
-        optimizer: over equal parameters in the same order on all ranks; that of rank 0 steps.
-        model: whose parameters these are, at every rank. The swarm averages rank 0's buffers, as with
-            `DistributedDataParallel`; all ranks get them when the parameters change. So BatchNorm's statistics
-            are of rank 0's batches; those of all ranks need `torch.nn.SyncBatchNorm`, and a batch at each rank.
-        timeout_s: longest time that one rank waits for another, a long evaluation or catching up included.
-        target_batch_size, settings: those of `Swarm.optimizer`; only rank 0's count, but for each rank's
-            ``batch_size`` and ``weight_unit``.
+        swarm: this peer's `Swarm` on rank 0, None on the other ranks.
+        optimizer: an optimizer over equal parameters, in the same order on all ranks; rank 0's optimizer takes the
+            steps.
+        model: the model that has these parameters, on every rank. The swarm averages rank 0's buffers, as with
+            `DistributedDataParallel`, and all ranks get them when the parameters change. So BatchNorm's statistics
+            are those of rank 0's batches. For statistics over all ranks, use `torch.nn.SyncBatchNorm`, and give each
+            rank a batch.
+        timeout_s: maximum time that one rank waits for another. It must include a long evaluation, and catching up.
+        target_batch_size, settings: those of `Swarm.optimizer`. Only rank 0's values are used, except ``batch_size``
+            and ``weight_unit``, which each rank uses itself.
 
     Raises `RuntimeError` if there is no process group, `ValueError` if rank 0 has no swarm or
     another rank has one, `HostError` if another rank failed, and what `Swarm.optimizer` raises.

@@ -11,7 +11,7 @@ from colab_swarm.errors import require
 
 
 class _Layerwise(torch.optim.Optimizer):
-    """Updates one tensor at a time: as fast as fused lists here, with memory for one tensor."""
+    """Updates one tensor at a time: as fast here as updates of lists of tensors, with memory for only one tensor."""
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -26,7 +26,7 @@ class _Layerwise(torch.optim.Optimizer):
         weights = []
         for group in self.param_groups:
             weights += [(weight, group) for weight in group["params"] if weight.grad is not None]
-        # All are checked before the first is changed.
+        # All gradients are checked before the first parameter is changed.
         text = f"{type(self).__name__} does not support sparse gradients: use sparse=False in the embedding"
         require(not any(weight.grad.is_sparse for weight, _ in weights), text, RuntimeError)
         for weight, group in weights:
@@ -38,15 +38,15 @@ class _Layerwise(torch.optim.Optimizer):
 
 
 class Lamb(_Layerwise):
-    """Adam whose step is scaled per tensor by the ratio of weight norm to step norm.
+    """Adam whose step is scaled, for each tensor, by the ratio of the weight's norm to the step's norm.
 
-    With g the gradient and t the step from 1, for each parameter tensor w (You et al. 2020, Algorithm 2)::
+    With g the gradient and t the step counted from 1, for each parameter tensor w (You et al. 2020, Algorithm 2)::
 
         m <- b1 m + (1 - b1) g            v <- b2 v + (1 - b2) g^2
         r  = m^ / (sqrt(v^) + eps) + weight_decay w        with m^ = m / (1 - b1^t), v^ = v / (1 - b2^t)
         w <- w - lr min(|w|, clamp) / |r| r                a ratio with a zero norm is taken as 1
 
-    Usual are ``lr=1.76e-3`` at batch 4096 for ALBERT-large, and no ``weight_decay`` for biases and
+    Usual values for ALBERT-large are ``lr=1.76e-3`` at batch 4096, and no ``weight_decay`` for biases and
     layer norms. Raises `ValueError` if an argument is out of its range.
     """
 
@@ -94,7 +94,7 @@ def _norm(tensor: Tensor) -> Tensor:
 
 
 class Lars(_Layerwise):
-    """SGD with momentum whose gradient is scaled per tensor by the ratio of weight norm to gradient norm.
+    """SGD with momentum whose gradient is scaled, for each tensor, by the ratio of the weight's norm to its norm.
 
     With g the gradient, for each parameter tensor w (You, Gitman and Ginsburg 2017; LARC as in NVIDIA's apex)::
 
@@ -103,7 +103,7 @@ class Lars(_Layerwise):
         w <- w - lr m
 
     A group whose ``lr`` is 0 is frozen: its momentum does not grow until the scheduler raises it.
-    With ``clip`` the ratio only lowers the learning rate. Usual is ``lr=4.8`` at batch 4096 (SwAV).
+    With ``clip`` the ratio only lowers the learning rate. A usual value is ``lr=4.8`` at batch 4096 (SwAV).
     Raises `ValueError` if an argument is out of its range.
     """
 

@@ -1,7 +1,10 @@
-"""Rounds over links: the trainers stand at an organizer, average, and give each other the state. No torch.
+"""Rounds over links: the trainers report to an organizer, average, and give each other the state. No torch.
 
-A trainer is in each group of its swarm. Whether it computes, evaluates or downloads the state: the means of the
-rounds in which it does not contribute are kept, and it applies them in order, s, s+1, … So no swarm outruns a member.
+A trainer is a member of each group of its swarm, even while it evaluates or downloads the state. It keeps the means of
+the rounds in which it does not contribute, and applies them later, in the order of the steps. So the swarm never leaves
+a member behind.
+
+A peer *stands at* an organizer while it has an open stream to it.
 """
 
 import asyncio
@@ -41,18 +44,18 @@ from colab_swarm.training.state import StateSharing
 
 logger = logging.getLogger(__name__)
 
-_MAX_REPLAY_BYTES = 1 << 30  # for the means of rounds that this peer has not applied yet
+_MAX_REPLAY_BYTES = 1 << 30  # memory for the means of rounds that this peer has not applied yet
 _LEAST_PERIOD_S = 2.0  # between two readings of the records
 _MOST_PERIOD_S = 30.0
-_PERIOD_PER_PEER_S = 1.0  # so what a peer reads does not grow with the swarm
+_PERIOD_PER_PEER_S = 1.0  # so the traffic for reading does not grow with the swarm
 _LEAST_TTL_S = 60.0
-_GONE_S = 0.5  # a record that expires at once
-_TELL_S = 2.0  # of a wait for peers, before a word on it
-_ATTEMPTS = 20  # downloads of a state
-_PATIENT_ATTEMPTS = 10  # that want one to which the means since are known
+_GONE_S = 0.5  # life of the last record of a peer that leaves
+_TELL_S = 2.0  # how long this peer waits for others before it tells the user
+_ATTEMPTS = 20  # maximum number of attempts to download a state
+_PATIENT_ATTEMPTS = 10  # the first attempts, which accept only a state for which all later means are known
 _STAND_S = 3.0
-_PAUSE_S = 1.0  # between two of them
-_SLOW_S = 5.0  # a download that takes longer is told
+_PAUSE_S = 1.0  # between two attempts
+_SLOW_S = 5.0  # if a download takes longer, the user is told
 
 
 class LinkRounds(Rounds):
@@ -63,7 +66,7 @@ class LinkRounds(Rounds):
     ) -> None:
         super().__init__(services, settings, own, model)
         self._bandwidth = LinkBandwidth(services.peers)
-        self.shares = AdaptiveShares()  # what plans the spans of each group; an experiment sets another
+        self.shares = AdaptiveShares()  # plans which member reduces how much; an experiment may replace it
         codecs = settings.communication.compression, settings.communication.mean_compression
         terms = RoundTerms(settings.prefix, 0, b"", model.numel, model.schema, *codecs)
         formation = FormationSettings(
@@ -71,18 +74,18 @@ class LinkRounds(Rounds):
         )
         self._rendezvous = Rendezvous(services.router, settings.prefix, formation, self)
         self.share = self._rendezvous.share
-        self._group: Group | None = None  # has this peer's ticket, and is not averaged yet
+        self._group: Group | None = None  # the group that took this peer's ticket, until it is averaged
         self._means: dict[
             tuple[int, bytes], Mean
-        ] = {}  # followed, by the step and lineage that they are applied to
+        ] = {}  # means of followed rounds, by the step and lineage to which they are applied
         self._following: set[asyncio.Task[None]] = set()
         self._needs_state = False
-        self._loaded_at = -math.inf  # a state
+        self._loaded_at = -math.inf  # when this peer last downloaded a state
         self._told_of_unreachable = False
-        self._steps = False  # the trainer has begun: until then this peer only follows
-        self._thread = 0  # in which the trainer computes
-        self._blocked = False  # that waits in the step of another collaboration
-        self._waits = False  # that waits in this one's
+        self._steps = False  # True once the trainer has begun; until then this peer only follows
+        self._thread = 0  # the thread in which the trainer computes
+        self._blocked = False  # whether this thread waits in the step of another collaboration
+        self._waits = False  # whether this thread waits in this collaboration's step
         services.on_wait.append(self._on_wait)
         self._news = asyncio.Event()
         self._states = StateSharing(
@@ -92,7 +95,7 @@ class LinkRounds(Rounds):
         self._stop_listening = services.peers.on_lost(self._on_lost)
 
     def _planned(self, tickets: Sequence[Ticket]) -> SharePlan:
-        # The formation's settings are made before an experiment sets `shares`.
+        # A method, because the formation's settings are made before an experiment sets `shares`.
         return self.shares(tickets)
 
     @property
@@ -122,7 +125,7 @@ class LinkRounds(Rounds):
             task.cancel()
         self._rendezvous.close()
         self._states.close()
-        # Its vector may lie on a GPU.
+        # The averager holds the last round's vector, which may be on a GPU.
         self.services.averager.forget(self.settings.prefix)
 
     def _on_lost(self, peer: PeerId) -> None:
@@ -142,12 +145,12 @@ class LinkRounds(Rounds):
                 await self._exchange()
             except PeerError as error:
                 logger.info("records not exchanged: %s", error)
-            except Exception as error:  # a door: the others must go on hearing of this peer
+            except Exception as error:  # caught broadly: this peer must go on publishing its record
                 logger.exception("records not exchanged")
                 self.services.events.emit(Fault.of(loop_now(), "progress", error))
 
     async def _exchange(self) -> None:
-        """Publish the own record, and read the others'; raises `PeerError`."""
+        """Publish this peer's record, and read the others'; raises `PeerError`."""
         await self._publish(ttl_s=max(4 * self._period_s(), _LEAST_TTL_S))
         await self.refresh()
 
@@ -226,7 +229,7 @@ class LinkRounds(Rounds):
             if peer != self.services.peers.id:
                 self.services.events.emit(Waited(loop_now(), peer.hex(), "its part of the batch", seconds))
         if group.members[index].weight and not contributes:
-            # The others await a contribution that is gone: this peer cannot follow with weight 0.
+            # The others wait for a contribution that no longer exists, so this peer cannot follow with weight 0.
             self._needs_state = True
         elif contributes:
             self.comparison.on_group(group, self.view.own.rates)
@@ -258,7 +261,10 @@ class LinkRounds(Rounds):
             self._news.set()
 
     def _block_others(self, blocked: bool) -> None:
-        """Who waits in one optimizer's step computes nothing for its others: two must not wait for each other."""
+        """Tell this process's other optimizers whether the trainer's thread waits in this one's step.
+
+        A thread that waits in one step computes nothing for the other optimizers, so their swarms must not wait for it.
+        """
         if blocked == self._waits:
             return
         self._waits = blocked
@@ -289,7 +295,7 @@ class LinkRounds(Rounds):
         rates, sketch = self.comparison.shown(offer.rates, own.step)
         self.view.update(rates=offer.rates, changed=offer.changed)
         if offer.loss is not None:
-            # Nothing is gathered yet where the next record is written just after the step.
+            # Right after the step there is no loss to read, and the next record should still have this one.
             self.view.update(loss=offer.loss)
         share.ticket = Ticket(
             replace(terms, step=own.step, lineage=own.lineage),
@@ -336,7 +342,7 @@ class LinkRounds(Rounds):
         return ready or Ready.NOTHING
 
     def _begin(self) -> None:
-        """Be a member from the first step on."""
+        """Become a member of the swarm, at the trainer's first step."""
         own = self.view.own
         if not self._steps and not own.syncing:
             self._steps = True
@@ -353,7 +359,7 @@ class LinkRounds(Rounds):
             return Ready.CONTRIBUTE
         missed = self.missed()
         if self._rendezvous.first_step > self.view.own.step and not (missed or self._following):
-            # The others took this step while it stood nowhere.
+            # The others took this step while this peer stood at no organizer.
             self._needs_state = True
         if self.behind:
             return Ready.CATCH_UP
@@ -378,9 +384,9 @@ class LinkRounds(Rounds):
         except PeerError as error:
             logger.info("no round for step %d: %s", group.terms.step, error)
             self._needs_state = True
-            self.share.counted += contribution.samples  # if this peer's own state counts
+            self.share.counted += contribution.samples  # they count again if this peer keeps its state
         finally:
-            # The step is taken, too.
+            # By now the step with the mean is taken, too.
             self.share.averages = False
             self._rendezvous.tell()
             self._block_others(False)
@@ -404,7 +410,7 @@ class LinkRounds(Rounds):
         self._hold(self.view.own.step, self.view.own.lineage, beside=self.share.computes)
 
     def _hold(self, step: int, lineage: bytes, *, beside: bool = False) -> None:
-        """This peer holds another state, and says so; ``beside``: while the trainer computes."""
+        """Note and report that this peer holds another state; ``beside``: the trainer computes meanwhile."""
         if self._steps:
             self.share.step = step
             self.share.lineage = lineage
@@ -417,7 +423,7 @@ class LinkRounds(Rounds):
     # The others' steps.
 
     async def _follow(self, group: Group) -> None:
-        """Keep the mean of a round in which this peer does not contribute."""
+        """Take part in a round with weight 0, and keep its mean."""
         vector = HostVector(np.zeros(self.model.numel, np.float32))
         try:
             result = await self._average(group, RoundInput(vector, 0.0, 0.0))
@@ -439,7 +445,7 @@ class LinkRounds(Rounds):
             self._needs_state = True
 
     def _chain(self, step: int, lineage: bytes) -> list[Mean]:
-        """Return the means that were followed from a state on, in order."""
+        """Return the kept means that follow one another from this state on, in order."""
         means = []
         while (mean := self._means.get((step, lineage))) is not None:
             means.append(mean)
@@ -465,7 +471,7 @@ class LinkRounds(Rounds):
         self.share.step = -1
         self._rendezvous.tell()
         reasons: dict[str, None] = {}
-        # The donors may not be further than they were.
+        # Right after a download, the donors may still be at the same step.
         await asyncio.sleep(max(0.0, self._loaded_at + _PAUSE_S - loop_now()))
         for attempt in range(_ATTEMPTS):
             await self._exchange()
@@ -475,7 +481,8 @@ class LinkRounds(Rounds):
             donors = self._donors()
             branch = self.view.branch()
             own = self.view.own
-            # Where no group has formed, equal first parameters are the state. Else a record may be of a step before.
+            # Before the first group, equal first parameters are the swarm's state. After it, the records of the others
+            # may be older than their states.
             is_there = not has_state and (own.step, own.lineage) == (branch.step, branch.lineage)
             if not donors or (is_there and not await self._rendezvous.has_begun(organizer)):
                 if has_state or not reasons:
@@ -485,7 +492,7 @@ class LinkRounds(Rounds):
                     return None
                 break
             await self._stand(organizer.id)
-            # An older state lacks the mean of a round that was on its way when this peer came.
+            # To an older state this peer would lack a mean: that of the round that ran when this peer came.
             least_step = self._rendezvous.first_step if attempt < _PATIENT_ATTEMPTS else 0
             try:
                 snapshot = await self._download(donors, least_step)
@@ -497,7 +504,7 @@ class LinkRounds(Rounds):
         raise StateError(f"could not catch up with the swarm: {'; '.join(reasons)}")
 
     async def _stand(self, organizer: PeerId) -> None:
-        """Wait until this peer stands at the organizer, for a short time."""
+        """Wait until this peer stands at the organizer, for at most `_STAND_S`."""
         deadline = loop_now() + _STAND_S
         while self._rendezvous.first_step < 0 and organizer != self.services.peers.id:
             if loop_now() >= deadline:
@@ -512,17 +519,18 @@ class LinkRounds(Rounds):
         branch = self.view.branch()
         donors = set(branch.peers)
         if not self.view.own.syncing:
-            # Who stands at the organizer of the branch may have come from another one, like this peer.
+            # A peer at the branch's organizer may itself have come from another branch, like this peer. So those that
+            # have shown the state are asked first.
             donors = set(branch.holders - {self.services.peers.id}) or donors
         if group is not None and not self.view.behind:
-            # Those that have left give nothing.
+            # Members that have left cannot give the state.
             donors = holders_of(group) & (self.view.others.keys() | set(self.services.peers.linked()))
         donors.discard(self.services.peers.id)
         trusted = {peer for peer in donors if not self.view.distrusts(peer, now)}
         return sorted(trusted or donors)
 
     async def _download(self, donors: list[PeerId], least_step: int) -> Snapshot:
-        """Fetch the state from the donors, or through an assistant if they are unreachable."""
+        """Fetch the state from the donors, or through an assistant if the donors do not give it."""
         began_at = loop_now()
         limit_bytes = most_state_bytes(self.model.numel)
         self.services.rng.shuffle(donors)
@@ -545,7 +553,7 @@ class LinkRounds(Rounds):
         return snapshot
 
     def _complete(self, snapshot: Snapshot) -> CaughtUp:
-        """Return a state with the means since; raises `StateError` if some are missing."""
+        """Return a state with the means of the rounds since; raises `StateError` if one of them is missing."""
         step = snapshot.manifest.step
         means = self._chain(step, snapshot.manifest.subject)
         reached = step + len(means)

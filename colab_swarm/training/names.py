@@ -1,7 +1,8 @@
-"""Names of trained parameters: peers match tensors by name, in whatever order their optimizers hold them.
+"""Names of trained parameters: peers match tensors by name, even if their optimizers hold them in different orders.
 
-A set of names has another order in each process, and equal shapes would be averaged crosswise. So the
-swarm's vector is in the model's order, and the training state has the names. No peer's state is trusted to fit.
+A Python set of parameters has another order in each process, and then a tensor could be averaged with another one of
+equal shape. So the swarm's vector has the order of the model, and the training state contains the names. A state that
+another peer sent is always checked.
 """
 
 import itertools
@@ -17,36 +18,36 @@ from colab_swarm.training.flat import parameters_of
 from colab_swarm.training.state import Kind
 
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
-_NAMED = 3  # differing tensors that an error names
+_NAMED = 3  # maximum number of differing tensors that an error names
 _MAX_SETTING = 1e6  # bound on a learning rate and the like in a state
 
 
 class ModelNames:
-    """The names of a model's tensors, without what wrappers add to them.
+    """The names of a model's tensors, without the parts that wrappers add.
 
-    That is also the path of modules that all names share: so a model has the same names alone, compiled, and as a
-    part of a `LightningModule`.
+    The path of modules that all names begin with is removed, too. So a model has the same names alone, compiled, and
+    as a part of a `LightningModule`.
     """
 
     def __init__(self, model: torch.nn.Module | None) -> None:
         self._names: dict[int, str] = {}
-        self._shared = 0  # modules on the path
+        self._shared = 0  # number of modules on the path that all names begin with
         if model is None:
             return
         self._names = {id(parameter): name for name, parameter in model.named_parameters()}
         names = [*self._names.values(), *dict(model.named_buffers())]
         paths = [_path_of(name)[:-1] for name in names]
         if paths:
-            # What the first and the last one share, all share.
+            # In sorted order, what the first and the last path share is shared by all.
             pairs = zip(min(paths), max(paths), strict=False)
             self._shared = len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)))
 
     def bare(self, name: str) -> str:
-        """Return a name of ``model.named_parameters()`` or ``named_buffers()`` as peers know it."""
+        """Return the name that all peers use for a name of ``model.named_parameters()`` or ``named_buffers()``."""
         return ".".join(_path_of(name)[self._shared :])
 
     def named(self, parameters: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return parameters by name, in the model's order; last those that it has not, by number."""
+        """Return parameters by name, in the model's order; those that the model does not have come last, by number."""
         there = {id(parameter): parameter for parameter in parameters}
         named = {}
         for key, name in self._names.items():
@@ -68,7 +69,7 @@ def _path_of(name: str) -> list[str]:
 
 
 def kinds_of(tensors: Mapping[str, Any]) -> dict[str, Kind]:
-    """Return types and shapes by name; those of what is no tensor are empty."""
+    """Return types and shapes by name; both are empty for a value that is no tensor."""
     kinds = {}
     for name, tensor in tensors.items():
         kind = str(getattr(tensor, "dtype", "")).removeprefix("torch.")
@@ -77,7 +78,7 @@ def kinds_of(tensors: Mapping[str, Any]) -> dict[str, Kind]:
 
 
 def differing_kinds(own: Mapping[str, Kind], theirs: Mapping[str, Kind]) -> str:
-    """Say which tensors a peer has not, or has with another shape or type: three, and how many more."""
+    """Return a text on the tensors that differ between two peers: three by name, and the number of further ones."""
     differing = []
     for name in dict.fromkeys((*own, *theirs)):
         here = own.get(name)
@@ -101,7 +102,7 @@ def differing_kinds(own: Mapping[str, Kind], theirs: Mapping[str, Kind]) -> str:
 def named_state(optimizer: Optimizer, names: Mapping[int, str]) -> dict[str, Any]:
     """Return ``optimizer.state_dict()`` with names in place of the parameters' positions.
 
-    ``names``: of parameters, by their ``id``.
+    ``names`` maps the ``id`` of a parameter to its name.
     """
     return _renamed(optimizer.state_dict(), dict(enumerate(_names_in(optimizer, names))))
 
@@ -109,9 +110,9 @@ def named_state(optimizer: Optimizer, names: Mapping[int, str]) -> dict[str, Any
 def state_by_position(
     state: Mapping[str, Any], optimizer: Optimizer, names: Mapping[int, str]
 ) -> dict[str, Any]:
-    """Return what `named_state` gave, of any peer, as this ``optimizer.load_state_dict`` takes it.
+    """Return a state of `named_state`, from any peer, in the form that this ``optimizer.load_state_dict`` takes.
 
-    Raises ValueError if a group of the optimizer has other parameters there.
+    Raises ValueError if a parameter group has other parameters in the state than in the optimizer.
     """
     loaded = _renamed(state, {name: position for position, name in enumerate(_names_in(optimizer, names))})
     positions = itertools.count()
@@ -124,13 +125,13 @@ def state_by_position(
 
 
 def _names_in(optimizer: Optimizer, names: Mapping[int, str]) -> list[str]:
-    """Return the parameters' names in their order; that of a frozen one of an unknown model is its position."""
+    """Return the parameters' names in order; a frozen parameter without a known name is named by its position."""
     parameters = parameters_of(optimizer)
     return [names.get(id(parameter), f"frozen {number}") for number, parameter in enumerate(parameters)]
 
 
 def _renamed(state: Mapping[str, Any], names: Mapping[Any, Any]) -> dict[str, Any]:
-    """Return an optimizer's state with other keys for its parameters; those without a new one stay."""
+    """Return an optimizer's state with new keys for its parameters; a key that is not in ``names`` stays."""
     groups = []
     for group in state["param_groups"]:
         groups.append({**group, "params": [names.get(key, key) for key in group["params"]]})
@@ -155,7 +156,7 @@ def tensors_in(state: Any) -> tuple[dict[str, Any], dict[str, Any], dict[str, An
 
 
 def check_options(own: Mapping[str, Any], theirs: Mapping[str, Any]) -> None:
-    """Raise ValueError if settings of an optimizer are missing, or would ruin the model."""
+    """Raise ValueError if a peer's optimizer settings lack one of ours, or have a value that would ruin the model."""
     missing = own.keys() - theirs.keys()
     if missing:
         text = f"it lacks the settings {', '.join(sorted(missing))}"
@@ -176,11 +177,12 @@ def load_optimizers(
     scheduler: LRScheduler | None,
     names: Mapping[int, str],
 ) -> None:
-    """Load the optimizer that takes the swarm's steps, that of local steps if the state has it, and the scheduler.
+    """Load the scheduler, the optimizer of the swarm's steps, and that of local steps if the state has one.
 
-    ``names``: of the parameters of both, by their ``id``.
+    ``names`` maps the ``id`` of each parameter of both optimizers to its name.
 
-    Raises `StateError`, with both optimizers unchanged, if the state is another's, or would ruin the model.
+    Raises `StateError`, with both optimizers unchanged, if the state is that of another optimizer, or would ruin the
+    model.
     """
     before = optimizer.state_dict()
     local_before = local.state_dict()
@@ -201,7 +203,7 @@ def load_optimizers(
 
 
 def _stride_state(optimizer: Optimizer) -> None:
-    """Lay state out as its parameters, whose strides fused optimizers take it to have."""
+    """Give the state's tensors the strides of their parameters, because fused optimizers assume equal strides."""
     for parameter, state in optimizer.state.items():
         for key, value in state.items():
             alike = isinstance(value, torch.Tensor) and value.shape == parameter.shape

@@ -1,10 +1,10 @@
-"""`SwarmOptimizer`: a torch optimizer whose step is the whole swarm's.
+"""`SwarmOptimizer`: a torch optimizer whose step the whole swarm takes together.
 
-One thread at a time uses an optimizer. Another that knows that the session is about to end must not
-change the model meanwhile, so it requests the end (`SwarmOptimizer.end`).
+Only one thread at a time uses an optimizer. When another thread learns that the session is about to end, it must not
+change the model while the first thread trains. It calls `LoopHooks.end`, and the next ``step()`` closes the optimizer.
 
-With a state folder, checkpoints are saved there, from a copy and on a thread of its own: every two
-minutes, or less often where that takes long, and once more after an interrupt and at the end.
+With a state folder, a background thread saves checkpoints there, from a copy of the state. It saves every two
+minutes, or less often if saving takes long, and once more after an interrupt and at the end.
 """
 
 import logging
@@ -46,14 +46,15 @@ RoundsFor = Callable[[PeerServices, TrainingSettings, ProgressRecord, TrainedMod
 
 
 class SwarmOptimizer(WrappedOptimizer):
-    """Accumulates gradients at this peer's own pace and steps once the swarm has its target batch.
+    """Accumulates gradients at this peer's pace, and steps once all peers together have the target batch.
 
     The averaged gradient is ``sum_i n_i * grad_i / sum_i n_i`` over the peers (DeDLOC, section 3.1),
-    where ``grad_i`` is a mean over ``n_i`` samples: as one process with the joined batch would train.
+    where ``grad_i`` is peer i's mean over its ``n_i`` samples. One process with the joined batch would compute the
+    same gradient.
 
-    ``param_groups``, ``state``, ``defaults`` and ``state_dict()`` are those of the wrapped
-    optimizer, to read. With delayed updates, a change of ``param_groups`` has no effect. ``hooks`` are for frameworks
-    whose loop calls ``step()``: see `LoopHooks`.
+    ``param_groups``, ``state``, ``defaults`` and ``state_dict()`` show those of the wrapped optimizer. Only read
+    them: with delayed updates (``overlap=True``), a change of ``param_groups`` has no effect. ``hooks`` are for
+    frameworks whose loop calls ``step()``: see `LoopHooks`.
     """
 
     made_by = "swarm.optimizer(…)"
@@ -71,9 +72,10 @@ class SwarmOptimizer(WrappedOptimizer):
         before: "SwarmOptimizer | None" = None,
         rounds: RoundsFor = LinkRounds,
     ) -> None:
-        """Use `Swarm.optimizer`. ``folder`` gets this peer's progress; ``before`` is the one of this name so far.
+        """Use `Swarm.optimizer` instead of this constructor.
 
-        It is closed once nothing refuses the new one.
+        This peer's progress is saved in ``folder``. ``before`` is the present optimizer of this name; it is closed
+        once it is clear that the other peers accept the new one.
         """
         self._runtime = runtime
         self._services = services
@@ -98,7 +100,7 @@ class SwarmOptimizer(WrappedOptimizer):
                 "model=… to swarm.optimizer(…), which also averages the model's buffers"
             )
         self._next = NextStep(lambda: self._replica.model, settings.batch_size)
-        self.scheduler = GlobalScheduler(self, self._replica.schedule)  # a twin of the given one
+        self.scheduler = GlobalScheduler(self, self._replica.schedule)  # stands for the given scheduler
         self._told: set[str] = set()
         self._lock = threading.RLock()  # held by the trainer's calls, and to close
         self._checkpoint = TrainerCheckpoint(self._replica, self._gathered)
@@ -124,7 +126,7 @@ class SwarmOptimizer(WrappedOptimizer):
         try:
             if not resumed or self.rounds.behind:
                 self._trainer.synchronize(tries=3)
-        except BaseException:  # also an interrupt: its place in the swarm must be free for the next attempt
+        except BaseException:  # also an interrupt: this optimizer's place must be free for the next attempt
             try:
                 self.close()
             except BaseException:  # a stopped simulation runs nothing for its peers any more
@@ -133,12 +135,12 @@ class SwarmOptimizer(WrappedOptimizer):
             raise
 
     def _replace(self, before: "SwarmOptimizer") -> None:
-        """Close the optimizer of this name so far.
+        """Close the present optimizer of this name.
 
-        Raises `MismatchError`, with nothing changed, if the others would refuse this one.
+        Raises `MismatchError`, with nothing changed, if the other peers would refuse the new one.
         """
         if not before.hooks.closed.is_set():
-            with suppress(PeerError):  # what is known of the others must do
+            with suppress(PeerError):  # then the records that were read before must do
                 self._runtime.call(before.rounds.refresh())
             differs = before.rounds.refusal_of(self._agreement)
             require(not differs, f"{differs} Your first optimizer goes on as it was", MismatchError)
@@ -191,7 +193,7 @@ class SwarmOptimizer(WrappedOptimizer):
 
     @property
     def vectors_at(self) -> str:
-        """Where the swarm's vectors lie, and what they take of the GPUs' memory."""
+        """Where the vectors that the swarm averages lie, and how much of the GPUs' memory they take."""
         return self._gathered.placement.where
 
     @property
@@ -204,9 +206,10 @@ class SwarmOptimizer(WrappedOptimizer):
         self._services.events.emit(Notice(self._runtime.time(), sentence, logged=True))
 
     def metrics(self) -> dict[str, float]:
-        """Return the swarm's step, the peers that train, and their samples per second.
+        """Return the swarm's step, the number of peers that train, and the samples per second of all of them.
 
-        These are by the clock, over the last half minute of rounds; 0 before the second round.
+        The speed is measured over the rounds of the last half minute, waiting included. It is 0 before the second
+        round.
         """
         view = self.rounds.view
         return {
@@ -217,7 +220,7 @@ class SwarmOptimizer(WrappedOptimizer):
 
     @property
     def lineage(self) -> bytes:
-        """Digest chain of the parameters: equal lineages mean equal parameters."""
+        """Chain of digests of all means that led to the parameters: equal lineages mean equal parameters."""
         return self._replica.lineage
 
     def __setattr__(self, name: str, value: object) -> None:
@@ -236,26 +239,29 @@ class SwarmOptimizer(WrappedOptimizer):
         weight: float | None = None,
         loss: float | torch.Tensor | None = None,
     ) -> RoundResult | None:
-        """Count the last ``backward()``'s gradient and step with the swarm if its batch is full.
+        """Count the gradient of the last ``backward()``, and step with the swarm if its batch is full.
 
-        Call it after each micro-batch, or after several whose gradients add up; gradients are zeroed. With float16:
-        ``scaler.step(optimizer)``. A peer that fell behind tries again at the next call if no peer gave it the state.
+        Call it after each micro-batch, or after several micro-batches whose gradients add up. The call sets the
+        gradients to zero. With float16, call ``scaler.step(optimizer)`` instead. A peer that fell behind downloads the
+        state here; if no other peer gives the state, the next call tries again.
 
         Args:
             closure: computes the gradient, and returns the loss.
-            samples: > 0, towards the batch; by default those of the batches that `Swarm.batches` gave since the last
-                step, else the setting ``batch_size``.
-            weight: >= 0, of this gradient in the mean; by default ``samples``. For a causal language model the
-                number of target tokens, with ``weight_unit="target tokens"``: then ragged lengths give exactly
-                the gradient of one process with the joined batch.
-            loss: mean of the micro-batch, for the charts and for a scheduler that goes by the swarm's loss, which needs
-                it. A tensor is not waited for until the round.
+            samples: number of samples that count towards the batch, > 0. By default the size of the batches that
+                `Swarm.batches` gave since the last step, else the setting ``batch_size``.
+            weight: weight of this gradient in the mean, >= 0; by default ``samples``. For a causal language model, pass
+                the number of target tokens, and set ``weight_unit="target tokens"``. Then the mean is exactly the
+                gradient of one process with the joined batch, even if the sequences have unequal lengths.
+            loss: mean loss of the micro-batch. The charts show it, and a scheduler that goes by the swarm's loss
+                needs it. If it is a tensor on a GPU, nothing waits for its value until the round.
 
-        Returns the averaging round's result if the global step advanced, else None. Delayed updates:
-        the first call after its end returns it; the model gets the parameters when the next begins.
+        Returns the result of the averaging round if the global step advanced, else None. With delayed updates, the
+        first call after the round's end returns this result, and the model gets the new parameters when the next round
+        begins.
 
         Raises:
-            RuntimeError: this peer has left, as you closed it or its session ends; or a later optimizer replaced this.
+            RuntimeError: this peer has left, because you closed the optimizer or because the session ends; or a later
+                optimizer of the same name replaced this one.
             StepError: the call is wrong, or there is no gradient.
             MismatchError: most other peers train with other settings.
         """
@@ -274,7 +280,7 @@ class SwarmOptimizer(WrappedOptimizer):
             return self._count(samples, weight, loss)
 
     def _count(self, samples: float, weight: float, loss: float | torch.Tensor | None) -> RoundResult | None:
-        """Count a gradient, and do what is due then."""
+        """Count a gradient, and then do what is due."""
         for sentence in (*self._gathered.check(), self._replica.take_written()):
             self._tell_once(sentence)
         landed = self._trainer.land()
@@ -294,22 +300,23 @@ class SwarmOptimizer(WrappedOptimizer):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """True: a GradScaler skips no step, and what overflows is dropped and zeroed as any gradient.
+        """True tells a GradScaler to skip no step: this optimizer drops a gradient that overflows by itself.
 
-        Accelerate replaces ``step``, to see what is skipped, and zeroes gradients itself.
+        Accelerate replaces ``step``, to see which steps are skipped, and zeroes gradients itself.
         """
         return "step" not in vars(self)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients of the last ``backward()``; accumulated ones stay."""
+        """Clear the gradients of the last ``backward()``; those that ``step()`` has counted stay in the sum."""
         self._next.on_cleared()
         super().zero_grad(set_to_none)
 
     def wait_step(self, timeout_s: float = 600.0) -> RoundResult | None:
         """Wait until the swarm takes its next step, and contribute the accumulated samples.
 
-        For a peer that has no more data for now. The model has the newest parameters afterwards. Returns None after
-        ``timeout_s``, or if the swarm moved on without this peer: it has caught up then, and lost its samples.
+        Call it on a peer that has no more data for now. The model has the newest parameters afterwards. Returns None
+        after ``timeout_s``, or if the swarm moved on without this peer. In the second case this peer has caught up,
+        and its samples are lost.
         """
         self.times.begin(self._runtime.time())
         with self._trainer_call():
@@ -317,20 +324,21 @@ class SwarmOptimizer(WrappedOptimizer):
             return self._trainer.wait_step(timeout_s)
 
     def save(self, target: str | Path | CheckpointFolder) -> None:
-        """Write a checkpoint to a file, or into a folder that holds the last few. Thread-safe.
+        """Write a checkpoint to a file, or into a folder that holds the last few checkpoints. Thread-safe.
 
         Checkpoints of later steps in the folder are set aside, as `CheckpointFolder` says.
-        Its ``together`` is the last step at which this peer's state was bit-equal with the swarm's, as far as it knows:
-        it began the run, or loaded another's state, as a late joiner does and a peer whose rounding differed too far.
-        Raises `StateError` if it could not be written; an older file there is untouched.
+        The entry ``together`` of a checkpoint is the last step at which this peer knows that its state was bit-equal
+        with the swarm's. At this step the peer began the run or loaded another peer's state, as a late joiner does,
+        and also a peer whose rounding differed too far.
+        Raises `StateError` if the checkpoint could not be written; an older file of that name is unchanged then.
         """
         self._checkpoint.save(target)
 
     def load(self, source: str | Path | CheckpointFolder) -> None:
-        """Continue from a checkpoint, or from the latest readable one of a folder.
+        """Continue from a checkpoint, or from the latest readable checkpoint of a folder.
 
-        If the swarm is further, this peer fetches its state at the next step. Raises `StateError`,
-        with nothing changed, if there is none, it is damaged, or it belongs to another model.
+        If the swarm is at a later step, this peer downloads the swarm's state at its next ``step()``. Raises
+        `StateError`, with nothing changed, if there is no checkpoint, it is damaged, or it belongs to another model.
         """
         with self._trainer_call():
             self._trainer.land(wait=True)
@@ -346,7 +354,8 @@ class SwarmOptimizer(WrappedOptimizer):
     def close(self, *, hand_over_s: float = 0.0) -> None:
         """Leave the collaboration; the model keeps the newest parameters. Idempotent.
 
-        Waits ``hand_over_s`` for a last round that takes the accumulated samples; else they are lost.
+        Waits at most ``hand_over_s`` for a last round that takes the accumulated samples. Without such a round these
+        samples are lost.
         """
         with self._lock:
             if self.hooks.closed.is_set():
@@ -359,11 +368,11 @@ class SwarmOptimizer(WrappedOptimizer):
 
             try:
                 until = self._runtime.time() + hand_over_s
-                for _ in range(2):  # the first one may be a round that runs beside the trainer
+                for _ in range(2):  # the first wait may end with a round that ran beside the trainer
                     left_s = until - self._runtime.time()
                     if left_s > 0 and self._gathered.samples and not self.rounds.view.own.paused:
                         self._trainer.wait_step(left_s)
-            finally:  # a failed or interrupted hand-over loses no checkpoint
+            finally:  # a checkpoint is saved even if the hand-over failed or was interrupted
                 self.hooks.closed.set()
                 self._runtime.call(stop())
                 self._replica.show()
@@ -383,7 +392,7 @@ class SwarmOptimizer(WrappedOptimizer):
         return switch_between_steps
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the wrapped optimizer's state, marked with the swarm's step; `save` writes everything."""
+        """Return the wrapped optimizer's state, marked with the swarm's step; `save` writes the whole state."""
         return self._saved(self._replica.optimizer_state)
 
     @property
@@ -391,10 +400,10 @@ class SwarmOptimizer(WrappedOptimizer):
         return self._replica.rule
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take a state of `state_dict`, after its parameters were loaded into the model.
+        """Take a state that `state_dict` returned; load the parameters that belong to it into the model before.
 
-        If they differ from the swarm's, this peer catches up at its next step. Raises ValueError if the state
-        is another optimizer's. `load` continues from a file of `save`.
+        If these parameters differ from the swarm's, this peer catches up at its next step. Raises ValueError if the
+        state is another optimizer's. To continue from a file that `save` wrote, use `load`.
         """
         with self._trainer_call():
             self._trainer.land(wait=True)

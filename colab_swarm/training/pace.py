@@ -1,4 +1,4 @@
-"""Samples per second by the clock: those of the last rounds, by the time between them. Pure."""
+"""Measured samples per second: the samples of the last rounds, divided by the time between these rounds. Pure."""
 
 from collections import deque
 from collections.abc import Mapping
@@ -12,14 +12,15 @@ _MOST_ROUNDS = 1024
 
 class _Round(NamedTuple):
     at: float
-    samples: Mapping[PeerId, float]  # in its mean, by contributor
-    total: float  # samples of all rounds until then
+    samples: Mapping[PeerId, float]  # samples in its mean, by contributor
+    total: float  # samples of all rounds up to this one
 
 
 class SwarmPace:
-    """What the swarm trains in a second, waits and rounds included: unlike the speed of computing that records have.
+    """How many samples the swarm trains on in a second, with the time for waiting and for rounds included.
 
-    It counts the rounds of the last half minute, or the last two. Everything is 0 before the second round.
+    The speed in the peers' records is another one: it is that of computing alone. This class counts the rounds of the
+    last half minute, and at least the last two rounds. Everything is 0 before the second round.
     """
 
     def __init__(self) -> None:
@@ -31,12 +32,12 @@ class SwarmPace:
         if rounds:
             total += rounds[-1].total
         rounds.append(_Round(now, samples, total))
-        # The first one only says when the others began, so it may be older.
+        # The first round only says when the time of the second one began, so it may be older.
         while len(rounds) > 2 and rounds[1].at <= now - _WINDOW_S:
             rounds.popleft()
 
     def begin_again(self) -> None:
-        """Forget all rounds, as this peer has missed some."""
+        """Forget all rounds, because this peer has missed some."""
         self._rounds = deque(maxlen=_MOST_ROUNDS)
 
     def since_round_s(self, now: float) -> float:
@@ -65,7 +66,10 @@ class SwarmPace:
 
 
 def _seconds(rounds: list[_Round], now: float) -> float:
-    """Return the time of the rounds. One that takes longer than usual counts already: a swarm that waits slows down."""
+    """Return the time of the rounds, in seconds.
+
+    If the next round is overdue, the time by which it is overdue is included, so the speed of a swarm that waits falls.
+    """
     seconds = rounds[-1].at - rounds[0].at
     usual_s = seconds / (len(rounds) - 1)
     overdue_s = max(0.0, now - rounds[-1].at - usual_s)

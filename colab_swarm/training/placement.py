@@ -1,4 +1,4 @@
-"""Where a trainer's vectors lie: on the model's devices as far as their memory allows, else in main memory."""
+"""Decides where a trainer's vectors lie: on the model's devices if their memory allows it, else in main memory."""
 
 import logging
 import math
@@ -21,29 +21,31 @@ logger = logging.getLogger(__name__)
 
 ModelVector: TypeAlias = HostVector | DeviceVector
 _VALUE_BYTES = 4
-# Float32 vectors of rounds, beside the user's loop and the sum of gradients. Keys: steps are local, steps are delayed.
+# Number of float32 vectors that rounds need, in addition to the memory of the user's loop and to the sum of gradients.
+# Keys: whether steps are local, whether updates are delayed.
 _VECTORS = {
-    # The one of the last round, from which other peers may still recover.
+    # The vector of the last round, from which other peers may still recover chunks.
     (False, False): 1,
-    # The contribution, the swarm's parameters and gradients, two of the optimizer, and what its step needs meanwhile.
+    # The contribution, the swarm's parameters and gradients, two vectors of the optimizer, and what its step needs.
     (False, True): 8,
-    # The swarm's parameters, the outer momentum, and gradients that Nesterov's changes.
+    # The swarm's parameters, the outer momentum, and gradients, which Nesterov momentum changes.
     (True, False): 4,
-    # The contribution, and the model's parameters as a round left them.
+    # In addition, the contribution, and the model's parameters at the time when a round began.
     (True, True): 6,
 }
-# The residual and, while a round runs, what it cuts off. SparseLoCo has them in place of the momentum.
+# The residual and, while a round runs, what its compression cuts off. SparseLoCo has them in place of the momentum.
 _FEEDBACK_VECTORS = 2
 
 
 class Placement:
     """Decides where gradients are summed, and where a round's vector, its residual and the swarm's parameters lie.
 
-    Sums lie on the model's devices. The rest follows at the first contribution, if it fits beside what one step took at
-    most: it was measured then. After an out-of-memory all of it lies in main memory for good.
+    Sums lie on the model's devices. At the first contribution, the other vectors move there, too, if they fit: by then
+    it is measured how much memory a step needs at most. After an out-of-memory error, all vectors lie in main memory
+    until the end.
 
-    ``held(vector)``: another peer may still recover chunks from it. ``limit_bytes`` of the devices' memory may be
-    used; None: what is free.
+    ``held(vector)`` is True while another peer may still recover chunks from this vector. At most ``limit_bytes`` of
+    the devices' memory are used; None allows all free memory.
     """
 
     def __init__(
@@ -63,17 +65,17 @@ class Placement:
         self._vector_bytes = _VALUE_BYTES * replica.numel
         most_vectors = math.inf if limit_bytes is None else limit_bytes / self._vector_bytes
         self._sums_there = most_vectors >= 1
-        # Whether vectors lie on the devices; None: not decided.
+        # Whether vectors lie on the devices; None: not decided yet.
         self._vectors_there: bool | None = None
         if most_vectors < 1 + self._vectors:
             self._vectors_there = False
         self._host_vectors: list[HostVector] = []
-        self._summed: HostVector | None = None  # whose memory the present sum has
+        self._summed: HostVector | None = None  # the vector whose memory the present sum uses
         self.aside: ModelVector | None = None  # the contribution of a delayed update
 
     @property
     def on_devices(self) -> bool:
-        """True if sums lie on devices, which compute flags that nothing waits for."""
+        """True if sums lie on devices; flags are then computed there too, so that nothing waits for them."""
         model = self._replica.model
         return self._sums_there and not all(in_main_memory(parameter.device) for parameter in model)
 
@@ -103,13 +105,13 @@ class Placement:
         return vector
 
     def new_vector(self) -> ModelVector:
-        """Return a vector for what local steps changed, whose values are to be written."""
+        """Return a vector for the change by local steps; the caller writes its values."""
         if self._vectors_there and self.on_devices:
             return self._device_vector(FlatValues(self._replica.model))
         return self._free_vector()
 
     def vector_of(self, total: FlatValues) -> ModelVector:
-        """Return a vector with these values, in memory of `new_sum`, which it takes over."""
+        """Return a vector with these values, which come from `new_sum`; it takes over their memory if it can."""
         summed = self._summed
         self._summed = None
         if summed is not None:
@@ -124,7 +126,7 @@ class Placement:
         return DeviceVector(np.zeros(self._replica.front, np.float32), values.segments)
 
     def sum_from(self, vector: ModelVector) -> FlatValues | None:
-        """Return a contribution's own values, to add gradients to; None if they must stay, or lie elsewhere."""
+        """Return a contribution's values as a sum for more gradients; None if they must stay, or lie elsewhere."""
         if self._held(vector) or isinstance(vector, DeviceVector) is not self.on_devices:
             return None
         if isinstance(vector, HostVector):
@@ -132,7 +134,7 @@ class Placement:
         return self.values_of(vector)
 
     def values_of(self, held: ModelVector | ErrorFeedback | DeviceFeedback) -> FlatValues:
-        """Return the values of the parameters, where these are."""
+        """Return the part of a vector that belongs to the parameters, on the vector's own device."""
         model = self._replica.model
         if isinstance(held, DeviceVector | DeviceFeedback):
             return FlatValues(model, segments=held.body)
@@ -140,13 +142,13 @@ class Placement:
         return FlatValues(model, values[self._replica.front :])
 
     def decide(self) -> None:
-        """Decide where vectors lie, if it is open, and bring the swarm's parameters there."""
+        """Decide where vectors lie, if this is not decided yet, and move the swarm's parameters there."""
         if not self.on_devices:
             return
         if self._vectors_there is None:
             vectors = self._vectors
             if self._replica.rule.mode is Mode.DIRECT and not self._replica.step:
-                # Two vectors of the optimizer come with its first step.
+                # The optimizer allocates two vectors in its first step.
                 vectors += 2
             needed_bytes = Counter[torch.device]()
             for parameter in self._replica.model:
@@ -158,13 +160,13 @@ class Placement:
         self._replica.place(beside_model=self._vectors_there)
 
     def leave_devices(self, error: torch.OutOfMemoryError, *, sums: bool = False) -> bool:
-        """Bring all vectors to main memory, and future ``sums``; return False if they have been there."""
+        """Move all vectors, and with ``sums`` also future sums, to main memory; return False if they were there."""
         leaves = self._vectors_there is not False or (sums and self._sums_there)
         self._vectors_there = False
         if sums:
             self._sums_there = False
         if leaves:
-            # Frames of what failed may refer to a copy, which cannot move then, and to a device's memory.
+            # The error's frames may refer to a copy, which then could not be swapped, and keep a device's memory.
             error.__traceback__ = None
         self._replica.place(beside_model=False)
         if leaves:
@@ -173,7 +175,7 @@ class Placement:
 
     @property
     def where(self) -> str:
-        """Say where sums and vectors lie, and what they take of the devices' memory."""
+        """A text on where sums and vectors lie, and how much of the devices' memory they take at most."""
         if not self.on_devices:
             return "in main memory"
         devices = ", ".join(sorted({str(parameter.device) for parameter in self._replica.model}))

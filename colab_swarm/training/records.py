@@ -1,4 +1,4 @@
-"""What trainers and assistants say of themselves, to all in the DHT or in a ticket, and where."""
+"""The records that trainers and assistants publish about themselves in the DHT, and what they send in tickets."""
 
 import asyncio
 import math
@@ -25,7 +25,7 @@ MAX_RATES = 8
 Rates = Annotated[tuple[float, ...], msgspec.Meta(max_length=MAX_RATES)]
 SKETCH_STEPS = 10
 PROJECTIONS = 4
-# By how much sketches of equal states may differ, in norms: parameters in float32, and those of half the bits.
+# Maximum distance of the sketches of equal states, relative to their norm: for parameters in float32, and in 16 bits.
 TOLERANCE = 1e-3
 HALF_TOLERANCE = 2e-2
 _LEAST_NORM = 1e-30
@@ -33,11 +33,11 @@ Agreement = Annotated[tuple[tuple[_Text, _Text], ...], msgspec.Meta(max_length=1
 
 
 def differing(there: Agreement, here: Agreement) -> str:
-    """Return the settings that differ, with both values, or nothing."""
+    """Return a text on the settings that differ, with both values; empty if none does."""
     theirs = dict(there)
     mine = dict(here)
     differs = {name: "" for name in (*mine, *theirs) if mine.get(name) != theirs.get(name)}
-    # options of two kinds of optimizers have nothing to compare
+    # the options of two different optimizer classes cannot be compared
     if "optimizer" in differs:
         differs.pop("optimizer options", None)
     texts = (f"{name}: {theirs.get(name, 'none')} there, {mine.get(name, 'none')} here" for name in differs)
@@ -45,7 +45,7 @@ def differing(there: Agreement, here: Agreement) -> str:
 
 
 class StateSketch(Message, frozen=True):
-    """For parameters and each kind of optimizer state its norm, and `PROJECTIONS` projections in norms."""
+    """For the parameters and each kind of optimizer state: the norm, and `PROJECTIONS` projections over the norm."""
 
     step: int
     lineage: Annotated[bytes, msgspec.Meta(max_length=LINEAGE_BYTES)]
@@ -55,9 +55,9 @@ class StateSketch(Message, frozen=True):
         return (self.step, self.lineage) == (other.step, other.lineage)
 
     def distance(self, other: "StateSketch") -> float:
-        """Return by how much two sketches of one step differ, in norms; infinite if they are not comparable.
+        """Return the distance of two sketches of one step, relative to the norm; infinite if they are not comparable.
 
-        The mean square of the projections' differences is that of the states (Johnson and Lindenstrauss).
+        The mean square of the projections' differences estimates that of the states (Johnson and Lindenstrauss).
         """
         if len(self.values) != len(other.values) or len(self.values) % (1 + PROJECTIONS):
             return math.inf
@@ -66,7 +66,7 @@ class StateSketch(Message, frozen=True):
         with np.errstate(invalid="ignore"):
             difference = np.abs(mine - theirs)
         difference[:, 0] /= np.maximum(np.minimum(np.abs(mine[:, 0]), np.abs(theirs[:, 0])), _LEAST_NORM)
-        # Models that have diverged alike are alike.
+        # Equal infinities, and NaN in both, count as equal: both models diverged in the same way.
         difference[np.isclose(mine, theirs, rtol=0.0, atol=0.0, equal_nan=True)] = 0.0
         if not np.isfinite(difference).all():
             return math.inf
@@ -75,26 +75,26 @@ class StateSketch(Message, frozen=True):
 
 
 class ProgressRecord(Message, frozen=True):
-    """A peer's progress, published in the DHT."""
+    """A trainer's progress, published in the DHT."""
 
-    step: Annotated[int, msgspec.Meta(ge=0, lt=MAX_STEP)]  # updates applied to its parameters
-    lineage: Annotated[bytes, msgspec.Meta(max_length=LINEAGE_BYTES)]  # names the branch of its parameters
+    step: Annotated[int, msgspec.Meta(ge=0, lt=MAX_STEP)]  # number of updates applied to its parameters
+    lineage: Annotated[bytes, msgspec.Meta(max_length=LINEAGE_BYTES)]  # digest chain of its parameters
     samples: Figure  # accumulated for the next step
-    samples_per_s: Figure  # its own speed
+    samples_per_s: Figure  # this peer's speed of computing
     syncing: bool  # it has no state yet; it takes part with weight 0 and reduces nothing
     name: str  # for people
-    addresses: tuple[str, ...] = ()  # where it can be dialled
+    addresses: tuple[str, ...] = ()  # where other peers can dial it
     loss: float | None = None  # mean loss of the samples, if reported
     upload_bps: Figure | None = None  # measured bandwidth of its links; None: not measured yet
     download_bps: Figure | None = None
     paused: bool = False  # it computes nothing for now; no round waits for it, but it gives its state
     rates: Rates = ()  # the learning rates of its next step, highest first; empty: not known yet
-    min_peers: _FewPeers = 0  # that must train before its first step; 0: it does not say
-    joined_at: float = 0.0  # its swarm time; of two peers that disagree, the later one yields
-    changed: bool = False  # by its own account, its parameters changed outside a step since it took a state
-    agreement: Agreement = ()  # what must be equal at all peers, by name
-    organizer: PeerId = PeerId(b"")  # at whom it stands
-    told_at: float = 0.0  # its swarm time
+    min_peers: _FewPeers = 0  # number of peers that must train before its first step; 0: not set
+    joined_at: float = 0.0  # swarm time at which it joined; of two peers that disagree, the later one yields
+    changed: bool = False  # it reports that its parameters changed outside a step
+    agreement: Agreement = ()  # settings that must be equal at all peers, by name
+    organizer: PeerId = PeerId(b"")  # the organizer that it reports to
+    told_at: float = 0.0  # swarm time at which it wrote this record
 
     @property
     def computes(self) -> bool:
@@ -104,15 +104,15 @@ class ProgressRecord(Message, frozen=True):
 
 @dataclass(frozen=True)
 class Mean:
-    """What a trainer applies in a step.
+    """The mean of a round, which a trainer applies in a step.
 
     Attributes:
-        vector: its values.
-        digest: of these as they came, equal at all peers that apply them.
-        unused: the bits of the tensors for which nobody had a gradient.
-        loss: the swarm's; None: nobody sent one.
-        samples: that others computed, of a step that this peer only follows.
-        ends_chain: the digest stands for all steps before this one, too, and is the lineage after it.
+        vector: the values of the mean.
+        digest: digest of these values as they were received, equal at all peers that apply them.
+        unused: a bit for each tensor, set if no peer had a gradient for it.
+        loss: the swarm's mean loss, or None if no peer sent one.
+        samples: samples that other peers computed, in a step that this peer only follows.
+        ends_chain: True if the digest also covers all steps before this one, and so is itself the lineage after it.
     """
 
     vector: Vector
@@ -123,7 +123,7 @@ class Mean:
     samples: float = 0.0
 
     def lineage_after(self, lineage: bytes) -> bytes:
-        """Return the lineage of the parameters after this step, from theirs before it."""
+        """Return the lineage of the parameters after this step; ``lineage`` is that before the step."""
         if self.ends_chain:
             return self.digest[:LINEAGE_BYTES]
         return blake3(lineage + self.digest).digest(LINEAGE_BYTES)
@@ -131,7 +131,7 @@ class Mean:
 
 @dataclass(frozen=True)
 class StepTaken:
-    """What a trainer says of a step: its new lineage, the next step's learning rates, now and then a sketch."""
+    """What a trainer reports after a step: its new lineage, the next learning rates and, in some steps, a sketch."""
 
     lineage: bytes
     rates: Rates = ()
@@ -139,12 +139,12 @@ class StepTaken:
 
 
 class AssistantRecord(Message, frozen=True):
-    """A peer that reduces, and passes on the state, for a run's collaborations; published in the DHT."""
+    """An assistant: it reduces, and forwards the state, for a run's collaborations. Published in the DHT."""
 
     name: str  # for people
-    addresses: tuple[str, ...]  # where it can be dialled
-    collaboration: str  # prefix of the only one that it helps; empty: any of the run
-    told_at: float  # its swarm time; a record that is not newer is no sign of life
+    addresses: tuple[str, ...]  # where other peers can dial it
+    collaboration: str  # prefix of the only collaboration that it helps; empty: all of the run
+    told_at: float  # swarm time at which it wrote this; only a newer record shows that it is still alive
 
 
 def progress_key(prefix: str) -> str:
@@ -152,7 +152,7 @@ def progress_key(prefix: str) -> str:
 
 
 def assistants_key(prefix: str) -> str:
-    """Return the DHT key of a run's assistants; ``prefix`` is that of any of its collaborations."""
+    """Return the DHT key of a run's assistants; ``prefix`` may be that of any collaboration of the run."""
     return f"{prefix.partition('/')[0]}/assistants"
 
 
@@ -161,7 +161,7 @@ async def read_participants(
 ) -> tuple[dict[PeerId, ProgressRecord], dict[PeerId, AssistantRecord], dict[PeerId, Found]]:
     """Return the records of trainers and of assistants, and the role of each.
 
-    The record of a peer that may only reduce counts as a trainer's while no worker trains.
+    While no peer with the role of a worker trains, the record of a peer that may only reduce counts as a trainer's.
     """
     found, assistants = await asyncio.gather(
         dht.found(progress_key(prefix), ProgressRecord), dht.found(assistants_key(prefix), AssistantRecord)

@@ -1,11 +1,11 @@
 """This peer's copy of the training state: parameters, optimizer, scheduler, step. The torch side.
 
-A pool thread applies a round's mean while the user's thread waits, or beside it with delayed updates; the user's takes
-missed steps and loads states. The pool copies snapshots for late joiners, too.
-One lock keeps a copy from seeing half an update. It is never held during network calls.
+A pool thread applies a round's mean. The user's thread waits meanwhile or, with delayed updates, computes on. The
+user's thread applies missed steps and loads states. The pool also copies snapshots for late joiners.
+One lock ensures that a copy never contains half an update. It is never held during network calls.
 
 There are up to two versions of the parameters: the model's own, with which the trainer computes, and
-the swarm's, which its steps update. `Mode` says how they are related.
+the swarm's, which the swarm's steps update. `Mode` says how they are related.
 """
 
 import enum
@@ -55,7 +55,7 @@ from colab_swarm.training.records import LINEAGE_BYTES, Mean
 from colab_swarm.training.schedule import Schedule, steps_with
 from colab_swarm.training.watch import LOADED, WrittenWeights
 
-_MOST_GRADIENT = 1e16  # of a value; the squares of larger ones would freeze LAMB or Adam for good
+_MOST_GRADIENT = 1e16  # for each value; the square of a larger one would stop LAMB or Adam for good
 
 
 class Mode(enum.Enum):
@@ -63,27 +63,27 @@ class Mode(enum.Enum):
 
     # The swarm's step updates the model itself, with the wrapped optimizer.
     DIRECT = "direct"
-    # The wrapped optimizer works on copies. They are ahead of the model, until it shows them.
+    # The wrapped optimizer works on copies. They are newer than the model's parameters, until `Replica.show`.
     DELAYED = "delayed"
-    # The wrapped optimizer takes this peer's own steps on the model. SGD takes the swarm's on copies, which are
-    # behind the model, until it shows them or, after `Replica.depart`, lands on them.
+    # The wrapped optimizer takes this peer's own steps on the model. SGD takes the swarm's steps on copies, which are
+    # older than the model's parameters, until `Replica.show` or, after `Replica.depart`, `Replica.land`.
     LOCAL = "local"
 
 
 @dataclass(frozen=True)
 class UpdateRule:
-    """How a mean becomes an update: clipped after averaging; the scheduler counts global steps.
+    """How a mean becomes an update: it is clipped after averaging, and the scheduler counts global steps.
 
-    ``model`` is the module whose buffers, such as BatchNorm's statistics, are averaged too.
+    ``model`` is the module whose buffers, such as BatchNorm's statistics, are averaged, too.
     """
 
     optimizer: Optimizer
     scheduler: LRScheduler | None = None
     max_grad_norm: float | None = None
     delayed: bool = False  # rounds run while the trainer computes
-    local: bool = False  # the optimizer takes this peer's local steps, and SGD the swarm's (DiLoCo)
+    local: bool = False  # the optimizer takes this peer's local steps, SGD takes the swarm's (DiLoCo)
     model: torch.nn.Module | None = None
-    sparse: bool = False  # SparseLoCo: that SGD has no momentum, but the error feedback has a decay
+    sparse: bool = False  # SparseLoCo: this SGD has no momentum; instead the error feedback decays
 
     def __post_init__(self) -> None:
         optimizer = self.optimizer
@@ -114,26 +114,27 @@ class UpdateRule:
 class Replica:
     """One peer's copy of the model's training state.
 
-    A round averages the gradients, and in front of them the changes of the model's buffers, as one flat
-    vector of ``numel`` values: those of the buffers are the ``front``, and with small parameters ``fine``.
-    ``schema`` is the digest of its layout: peers with another model, or other local steps, do not mix.
+    A round averages one flat vector of ``numel`` values: first the changes of the model's buffers (``front`` values),
+    then the gradients. The first ``fine`` values are the buffers and the small parameters. ``schema`` is a digest of
+    this layout: a round admits only peers with an equal model, of which all take local steps or none does.
 
     Attributes:
-        model: the trained parameters of the model. The trainer and `step_alone` change them; `show` and
-            `land` bring the swarm's.
-        parameters: the swarm's: ``model`` itself, or copies (`Mode`). `apply` changes them, and loading.
+        model: the trained parameters of the model. The trainer and `step_alone` change them; `show` and `land` copy
+            the swarm's parameters to them.
+        parameters: the swarm's parameters: ``model`` itself, or copies (see `Mode`). `apply` changes them, and so does
+            loading a state.
         stepping: the optimizer that takes the swarm's steps.
         schedule: the settings of the wrapped optimizer, which change once per step.
-        buffers: the model's, and the swarm's copies of them, which change with ``parameters``.
-        names: of the parameters, in their order.
-        name_by_id: of the parameters of both, and of frozen ones of the optimizer.
+        buffers: the model's buffers, and the swarm's copies of them, which change with ``parameters``.
+        names: the names of the parameters, in order.
+        name_by_id: the names of ``model``, of ``parameters`` and of the optimizer's frozen parameters, by ``id``.
         kinds: types and shapes of parameters and buffers, by name.
-        step, lineage: of ``parameters``; they change together, in `apply` and in loading.
-        together: the last step at which the state was bit-equal with the swarm's, as far as this peer knows: it began
-            the run, or loaded another peer's state. Since then, processors may have rounded differently.
-        digests: what other peers compare with theirs.
+        step, lineage: those of ``parameters``. Both change together, in `apply` and when a state is loaded.
+        together: the last step at which this peer knows that its state was bit-equal with the swarm's, because it
+            began the run there, or loaded another peer's state. Since then, processors may have rounded differently.
+        digests: what other peers compare with their states.
         moved: frozen parameters that changed since the beginning, by name; `TrainedParameters` finds them.
-        written: notices what the user writes to the model's weights.
+        written: notices changes that the user makes to the model's weights.
         lock: held during updates and copies.
     """
 
@@ -161,10 +162,10 @@ class Replica:
         for parameters in (self.model, self.parameters):
             self.name_by_id |= zip(map(id, parameters), self.names, strict=True)
         self.schedule = Schedule(rule.optimizer, rule.scheduler)
-        # The model's parameters as a delayed round left them, in `Mode.LOCAL`. `depart` remembers them; they are
-        # forgotten when the round ends (`land`, `stay`), and when the model shows newer ones (`show`).
+        # In `Mode.LOCAL`, the model's parameters at the time when a delayed round began. `depart` remembers them. They
+        # are forgotten when the round ends (`land`, `stay`), and when newer ones are copied to the model (`show`).
         self._departed: list[torch.Tensor] = []
-        # Copies are on its devices; else in main memory, where they begin.
+        # True if the copies are on the model's devices; at first they are in main memory.
         self._beside_model = rule.mode is Mode.DIRECT
         self.buffers = Buffers(rule.model)
         self.front = self.buffers.numel
@@ -179,17 +180,17 @@ class Replica:
         self.lock = threading.RLock()
         self.digests = StateDigests(rule.optimizer, self.stepping, self.model, self.parameters)
         self.moved: dict[str, torch.Tensor] = {}
-        # Where the model's own weights are the swarm's, whatever is written to them counts.
+        # If the model's weights are the swarm's parameters, any change of them counts, so nothing is watched.
         self.written = WrittenWeights(self.model if rule.mode is not Mode.DIRECT else ())
 
     def begin(self) -> None:
-        """Begin again, with what the model's weights and buffers are now."""
+        """Begin again from the model's present weights and buffers."""
         self.take_model()
         self.buffers.load(self.buffers.live)
         self.lineage = digest_of_tensors((*self.model, *self.buffers.shared))
 
     def place(self, *, beside_model: bool) -> None:
-        """Bring the swarm's copies, and its optimizer's state, to the model's devices or to main memory."""
+        """Move the swarm's copies, and the state of their optimizer, to the model's devices or to main memory."""
         if self.rule.mode is Mode.DIRECT:
             return
         with self.lock:
@@ -197,7 +198,7 @@ class Replica:
             for mine, copy in zip(self.model, self.parameters, strict=True):
                 values = moved(copy.detach(), mine.device if beside_model else None)
                 if values.device != copy.device:
-                    # The optimizer knows the tensor itself.
+                    # Swapped in place, because the optimizer refers to this tensor object.
                     torch.utils.swap_tensors(copy, values.requires_grad_())  # type: ignore[no-untyped-call]
             move_state(self.stepping)
 
@@ -206,7 +207,7 @@ class Replica:
     def apply(self, mean: Mean) -> bytes:
         """Take one global step with the averaged gradient; returns the new lineage.
 
-        The parameters for which nobody had a gradient stay, as in one process.
+        Parameters for which no peer had a gradient do not change, as in one process.
         """
         with self.lock:
             lineage = mean.lineage_after(self.lineage)
@@ -220,7 +221,8 @@ class Replica:
                         self.buffers.add(front)
             except BaseException:
                 if began:
-                    # A part may have changed, and at each peer another one: only what is equal may pass for it.
+                    # Some parameters may have changed, and at each peer others. The lineage becomes a digest of the
+                    # actual values, so that only equal states have equal lineages.
                     digest = digest_with_optimizer(self.parameters, self.stepping)
                     self.lineage = bytes.fromhex(digest)[:LINEAGE_BYTES]
                 raise
@@ -233,20 +235,20 @@ class Replica:
             return lineage
 
     def _gradient_of(self, mean: Vector) -> tuple[FlatValues, Floats]:
-        """Return a mean's values for the parameters, where it is, and its front."""
+        """Return a mean's values for the parameters, on the mean's own device, and its values for the buffers."""
         if isinstance(mean, DeviceVector):
             return FlatValues(self.parameters, segments=mean.body), mean.front
         values = mean.read(0, self.numel)
         return FlatValues(self.parameters, values[self.front :]), values[: self.front]
 
     def _update(self, gradient: FlatValues, unused: Sequence[bool]) -> None:
-        """Change the swarm's parameters by a mean, from which other peers may read."""
-        # The local steps were clipped already.
+        """Change the swarm's parameters by a mean, which stays unchanged because other peers may read from it."""
+        # With local steps, each local step was clipped already.
         max_grad_norm = None if self.rule.local else self.rule.max_grad_norm
         take_step(self.stepping, self.parameters, gradient, unused, max_grad_norm=max_grad_norm, ours=False)
 
     def step_alone(self, gradient: FlatValues, unused: Sequence[bool]) -> None:
-        """Take this peer's own step; ``gradient`` may be changed by it."""
+        """Take this peer's own step, which may change ``gradient``."""
         rule = self.rule
         with self.lock:
             take_step(
@@ -257,7 +259,7 @@ class Replica:
 
     @torch.no_grad()
     def pseudo_gradient(self, out: FlatValues) -> None:
-        """Write the swarm's parameters minus the model's to ``out``, which lies where the swarm's do."""
+        """Write the swarm's parameters minus the model's to ``out``, which is on the devices of the swarm's."""
         with self.lock:
             for part, swarms, mine in zip(out.parts, self.parameters, self.model, strict=True):
                 part.copy_(reals(swarms))
@@ -269,7 +271,7 @@ class Replica:
     # The swarm's parameters come to the model.
 
     def _bring(self, swarms: torch.Tensor, target: torch.Tensor) -> None:
-        """Copy a parameter of the swarm's to one that lies where the model does."""
+        """Copy a parameter of the swarm's to a tensor on the model's device."""
         if self._beside_model:
             target.copy_(swarms)
         else:
@@ -288,32 +290,32 @@ class Replica:
             self.written.on_written()
 
     def follow(self, means: Iterable[Mean]) -> None:
-        """Take the steps that others took since a state was loaded, and show where they led."""
+        """Take the steps that others took since a state was loaded, and copy the result to the model."""
         try:
             for mean in means:
                 self.apply(mean)
         finally:
-            # The model has the weights of the step that is reported, also if a mean could not be read.
+            # Even if a mean could not be read, the model gets the weights of the step that this peer reports.
             self.show()
 
     def refresh(self) -> None:
-        """`show`, unless the model takes local steps: it would lose those since the last round."""
+        """Call `show`, except with local steps, where the model would lose its steps since the last round."""
         if self.rule.mode is not Mode.LOCAL:
             self.show()
 
     def depart(self) -> None:
-        """Remember where a delayed round leaves the model, which takes local steps on from there."""
+        """Remember the model's parameters as a delayed round begins; the model goes on with local steps."""
         self._departed = [parameter.detach().clone() for parameter in self.model]
 
     def stay(self) -> None:
-        """Forget that: there was no mean, and all local steps count for the next round."""
+        """Forget what `depart` remembered: the round gave no mean, so all local steps count for the next round."""
         self._departed = []
 
     @torch.no_grad()
     def land(self) -> None:
         """Copy the newest parameters to the model, and keep its steps since `depart` (Decoupled DiLoCo, "carry").
 
-        Nothing happens where the model shows newer ones already: this peer caught up since then.
+        The parameters stay as they are if the model already has newer ones, because this peer caught up since then.
         """
         with self.lock:
             for mine, left, updated in zip(self.model, self._departed, self.parameters, strict=False):
@@ -325,9 +327,10 @@ class Replica:
             self.written.on_written()
 
     def take_written(self) -> str:
-        """Take weights that the user loaded into the model for the swarm's; return a sentence about it, or nothing.
+        """If the user loaded weights into the model, make them the swarm's; return a sentence for the user, or "".
 
-        Smaller changes count as a part of local steps. With delayed updates they do not last.
+        With local steps, smaller changes count as a part of these steps. With delayed updates, smaller changes are
+        lost at the swarm's next step.
         """
         change = self.written.change()
         if change >= LOADED:
@@ -366,12 +369,12 @@ class Replica:
         groups = []
         for group in self.rule.optimizer.param_groups:
             parameters = [shown.get(id(parameter), parameter) for parameter in group["params"]]
-            # A scheduler that is made over copies must get as far as its refusal: it reads "initial_lr".
+            # A scheduler made over these copies reads "initial_lr" before this optimizer can refuse it.
             groups.append({"initial_lr": group.get("lr"), **group, "params": parameters})
         return groups
 
     def optimizer_state(self) -> dict[str, Any]:
-        """Return the wrapped optimizer's state, and under ``swarm`` the step and parameters that it belongs to."""
+        """Return the wrapped optimizer's state; its key ``swarm`` has the step and parameters that it belongs to."""
         with self.lock:
             mark = {
                 "step": self.step,
@@ -384,10 +387,10 @@ class Replica:
 
     @torch.no_grad()
     def load_optimizer(self, state: Mapping[str, Any]) -> None:
-        """Load what `optimizer_state` gave, after its parameters were loaded into the model.
+        """Load a state of `optimizer_state`; load the parameters that belong to it into the model before.
 
-        What differs from it gets a lineage of its own. Raises ValueError, with nothing changed, if the state is
-        another optimizer's.
+        If parameters and state do not fit together, they get a new lineage. Raises ValueError, with nothing changed, if
+        the state is another optimizer's.
         """
         mark = state.get("swarm", {})
         inner = {name: value for name, value in state.items() if name != "swarm"}
@@ -431,7 +434,10 @@ class Replica:
         return state
 
     def load(self, state: Any) -> None:
-        """Raises `StateError`, with nothing changed, if the state does not fit or would ruin the model."""
+        """Load a training state, and copy it to the model.
+
+        Raises `StateError`, with nothing changed, if the state does not fit or would ruin the model.
+        """
         parameters, buffers, moved = tensors_in(state)
         differing = differing_kinds(self.kinds, kinds_of({**parameters, **buffers}))
         text = "build the model with the same settings as the swarm"
@@ -452,7 +458,7 @@ class Replica:
         self.show()
 
     def _load_moved(self, moved: Mapping[str, torch.Tensor]) -> None:
-        """Take another peer's frozen parameters that changed."""
+        """Load the changed frozen parameters of another peer's state."""
         if not moved or self.rule.model is None:
             return
         named = ModelNames(self.rule.model).named([*self.rule.model.parameters()])
@@ -460,7 +466,7 @@ class Replica:
             mine = named.get(name)
             if mine is None or mine.requires_grad:
                 continue
-            # No state is trusted: it may be no tensor, or another one.
+            # The state is not trusted: this may be no tensor, or have another type or shape.
             if kinds_of({name: mine}) == kinds_of({name: theirs}):
                 copy_in(to_host(theirs), mine)
 
@@ -482,17 +488,17 @@ class Replica:
 class WrappedOptimizer(Optimizer):
     """A torch optimizer whose step several peers take together; it shows the wrapped optimizer's attributes.
 
-    Step hooks are called once per step of the swarm, with the optimizer that takes it: that is the wrapped one, or SGD
-    after local steps. So what a hook changes is changed at every peer that has it.
+    Step hooks are called once per step of the swarm, with the optimizer that takes the step: the wrapped one, or SGD
+    after local steps. So a hook that changes something changes it at every peer that has this hook.
     """
 
     made_by: ClassVar[str]  # the call that makes one, for error messages
 
     def __init__(self, wrapped: Optimizer, stepping: Optimizer) -> None:
-        """Show the ``wrapped`` optimizer's attributes, and share the step hooks of the one that takes the steps."""
+        """Show the ``wrapped`` optimizer's attributes, and share the step hooks of the ``stepping`` optimizer."""
         self._wrapped = wrapped
         hooks = {name: value for name, value in vars(stepping).items() if name.startswith("_optimizer_step_")}
-        # Torch's own way to fill an optimizer whose parameter groups exist: ``__init__`` would make groups of its own.
+        # This is how torch fills an optimizer whose parameter groups exist: ``__init__`` would make new groups.
         super().__setstate__(hooks)
 
     def _patch_step_function(self) -> None:
@@ -514,10 +520,10 @@ class WrappedOptimizer(Optimizer):
         return self._wrapped.defaults
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients of the last ``backward()``; accumulated ones stay."""
+        """Clear the gradients of the last ``backward()``; those that ``step()`` has counted stay in the sum."""
         clear_gradients(parameters_of(self), set_to_none=set_to_none)
 
-    # Of a schedule-free optimizer; others have neither.
+    # Only a schedule-free optimizer has these two methods.
     train = property(lambda self: self._mode("train"))
     eval = property(lambda self: self._mode("eval"))
 
@@ -530,7 +536,7 @@ class WrappedOptimizer(Optimizer):
         raise TypeError(f"the peers have agreed on the parameters: add groups before {self.made_by}")
 
     def _saved(self, state_of: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """Return a state, between torch's hooks for saving."""
+        """Return a state; torch's hooks for saving run before and after."""
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)
         state = state_of()
@@ -539,7 +545,7 @@ class WrappedOptimizer(Optimizer):
         return state
 
     def _load(self, state: Mapping[str, Any], load: Callable[[dict[str, Any]], None]) -> None:
-        """Load a state, between torch's hooks for loading."""
+        """Load a state; torch's hooks for loading run before and after."""
         loaded = dict(state)
         for before in self._optimizer_load_state_dict_pre_hooks.values():
             loaded = before(self, loaded) or loaded

@@ -1,8 +1,9 @@
-"""The seam between a trainer and its way of averaging: `Rounds` over links, in a bucket, or in a test.
+"""`Rounds`, the interface between a trainer and its way of averaging: over links, in a bucket, or in a test.
 
-Two things pass it in each step. This peer's *share* says how many samples are granted to it, and is what it counts.
-Once that is used up, `ready` waits until the peer should *contribute* a vector, and outcomes come back: each a mean to
-apply. Beside that, the state of the model is given to late joiners, and taken from the others.
+A trainer uses two things in each step. This peer's *share* of the batch says how many samples the organizer has granted
+to it, and the trainer counts its samples there. Once the share is used up, `ready` waits until the peer should
+*contribute* a vector. `contribute` then yields outcomes, each with a mean to apply. In addition, `Rounds` gives the
+model's state to late joiners, and takes it from other peers.
 """
 
 import logging
@@ -27,18 +28,18 @@ from colab_swarm.training.view import SwarmView
 
 logger = logging.getLogger(__name__)
 
-_STATE_BYTES = 12  # of a value: itself and the two of Adam, in float32
-# Of the bytes of rounds, compressed ones or not, those of states against drift, at most.
+_STATE_BYTES = 12  # for each parameter: its value and Adam's two, in float32
+# Downloads of states against drift may cost at most this part of the rounds' bytes: compressed rounds, and float32.
 _DRIFT_TRAFFIC = 0.1
 _FLOAT32_DRIFT_TRAFFIC = 0.01
 
 
 CaughtUp: TypeAlias = tuple[Snapshot, Iterable[Mean]]
-"""A state, and the means since, in order."""
+"""A state, and the means of the rounds since that state, in order."""
 
 
 class Ready(Enum):
-    """What `Rounds.ready` waited for."""
+    """What the trainer does after `Rounds.ready`, and why."""
 
     CONTRIBUTE = "contribute now"
     COMPUTE = "more is granted"
@@ -49,14 +50,14 @@ class Ready(Enum):
 
 @dataclass(frozen=True)
 class TrainedModel:
-    """The trained model, as the rounds see it: they never see a tensor.
+    """What `Rounds` knows of the trained model; it never handles a tensor.
 
     Attributes:
-        numel: values of a contribution.
-        schema: digest of the vector's layout and of what the peers agree on.
-        snapshot: copies the current training state, off the event loop; may raise `StateError`.
-        tolerance: of sketches of it, in norms.
-        loss: the mean loss of the samples for the next step, or None; may wait for a GPU.
+        numel: number of values in a contribution.
+        schema: digest of the vector's layout and of the settings that the peers agree on.
+        snapshot: copies the current training state. Call it outside the event loop; it may raise `StateError`.
+        tolerance: maximum distance of the sketches of equal states, relative to the norm.
+        loss: returns the mean loss of the samples for the next step, or None; may wait for a GPU.
     """
 
     numel: int
@@ -79,9 +80,10 @@ class RoundOutcome:
     """A mean that this peer must apply now, and how its round went.
 
     Attributes:
-        result: the members, what was lost, bytes and seconds.
-        counted: the mean has this peer's contribution.
-        over: no further mean follows from the contribution.
+        mean: the mean.
+        result: the members of the round, what was lost, bytes and seconds.
+        counted: True if the mean includes this peer's contribution.
+        over: True if no further mean follows from the contribution.
     """
 
     mean: Mean
@@ -91,12 +93,12 @@ class RoundOutcome:
 
 
 class Rounds(ABC):
-    """A way of averaging for one trainer; ``own`` is its first record. It runs on the runtime's event loop.
+    """A way of averaging for one trainer, whose first record is ``own``. It runs on the runtime's event loop.
 
     Attributes:
-        share: this peer's part of the present step; the trainer's thread counts there.
-        view: what is known of the others, and this peer's own record.
-        until: loop time after which the trainer waits no longer; the trainer sets it.
+        share: this peer's part of the present step; the trainer's thread counts its samples there.
+        view: what is known of the other peers, and this peer's own record.
+        until: loop time until which the trainer waits; the trainer sets it.
     """
 
     def __init__(
@@ -114,12 +116,12 @@ class Rounds(ABC):
             traffic = _FLOAT32_DRIFT_TRAFFIC
         drift_bytes = _STATE_BYTES * model.numel / traffic
         self.comparison = Comparison(self.view, model.tolerance, services.events, drift_bytes=drift_bytes)
-        self._told_of_peers = False  # whether a word on the wait for the first step was said
+        self._told_of_peers = False  # whether the user was told for whom the first step waits
         self._tasks = BackgroundTasks("progress", services.events, services.rng)
 
     @property
     def bucket_bytes(self) -> tuple[int, int]:
-        """Bytes sent and received that went over no link."""
+        """Bytes sent to and received from a bucket, which go over no link."""
         return 0, 0
 
     @property
@@ -130,15 +132,15 @@ class Rounds(ABC):
 
     @abstractmethod
     async def start(self) -> None:
-        """Enter the run; raises `MismatchError` if it trains with other settings."""
+        """Enter the run; raises `MismatchError` if the run trains with other settings."""
 
     @abstractmethod
     async def stop(self) -> None:
-        """Serve the last round to its end, then leave."""
+        """Finish this peer's part in the last round, then leave."""
 
     @abstractmethod
     def kill(self) -> None:
-        """Leave without notice."""
+        """Leave without telling other peers."""
 
     @abstractmethod
     async def refresh(self) -> None:
@@ -146,15 +148,15 @@ class Rounds(ABC):
 
     @abstractmethod
     def check(self) -> None:
-        """Raise what keeps this peer from training, such as `MismatchError`."""
+        """Raise the error that keeps this peer from training, such as `MismatchError`; return if there is none."""
 
     def refusal_of(self, agreement: Agreement) -> str:
-        """Return why the run would not let this peer train by another ``agreement`` than its own, or nothing."""
+        """Return why the run would refuse this peer with this ``agreement``; empty if it would accept it."""
         elected = elected_agreement(self.view.others)
         return other_settings(differing(elected, agreement)) if elected else ""
 
     def tell_begin(self, count: int, training: Sequence[str]) -> None:
-        """Say once for whom the first step waits."""
+        """Tell the user, once, that the first step waits for ``count`` peers, and which ones train now."""
         if self._told_of_peers:
             return
         self._told_of_peers = True
@@ -167,7 +169,7 @@ class Rounds(ABC):
         self.share.count(samples, now)
 
     def on_gate(self) -> None:
-        """This peer was paused, or goes on."""
+        """Note in the record that this peer was paused, or goes on."""
         self.view.update(paused=self.services.gate.closed)
 
     @property
@@ -181,11 +183,12 @@ class Rounds(ABC):
     ) -> Ready:
         """Wait, with the share used up, until it is clear what the trainer does next.
 
-        ``idle``: it has no more data for now, whatever is granted. ``final``: it computes on, for the next step.
+        ``idle``: the trainer has no more data for now, whatever is granted to it. ``final``: this contribution does
+        not grow any more, because the trainer computes on for the next step.
         """
 
     def depart(self) -> None:
-        """The contribution is complete, and the trainer computes on for the next step."""
+        """Note that the contribution is complete, and that the trainer computes on for the next step."""
         self.share.depart()
 
     @abstractmethod
@@ -196,44 +199,44 @@ class Rounds(ABC):
         """
 
     async def on_applied(self, outcome: RoundOutcome, taken: StepTaken) -> None:
-        """The trainer took a step with the mean."""
+        """Note that the trainer took a step with the mean of ``outcome``."""
         self.view.advance(taken.lineage, taken.rates)
         samples = outcome.result.samples
         self.view.on_step(samples, now=loop_now(), swarm_now=self.services.peers.time())
 
     @property
     def parted(self) -> bool:
-        """True if the others take or took a step without this peer: what it computes now is dropped. Thread-safe."""
+        """True if others take, or took, a step without this peer, whose present samples are dropped. Thread-safe."""
         return False
 
     def missed(self) -> list[Mean]:
-        """Return the means of the steps that the others took without this peer, in order; they are to be applied."""
+        """Return the means of the steps that the others took without this peer, in order; the trainer applies them."""
         return []
 
     async def on_followed(self, taken: Sequence[StepTaken]) -> None:
-        """The trainer took the steps of `missed`."""
+        """Note that the trainer took the steps of `missed`."""
         for one in taken:
             self.view.advance(one.lineage, one.rates)
 
     @abstractmethod
     async def take_state(self, *, has_state: bool) -> CaughtUp | None:
-        """Return the swarm's state, or None if this peer's own state counts.
+        """Return the swarm's state, or None if this peer's own state is valid.
 
-        Raises `StateError` if the state is not to be had, and this peer has none.
+        Raises `StateError` if no other peer gives the state.
         """
 
     def on_loaded(self, step: int, lineage: bytes, donors: tuple[PeerId, ...]) -> None:
-        """The trainer has loaded the state that `take_state` returned, of these donors, and is at this step."""
+        """Note that the trainer has loaded the state of `take_state`, which these donors gave, and is at this step."""
         self.view.leap(step, lineage, syncing=False)
         self.comparison.on_loaded(donors)
 
     async def distrust(self, donors: Sequence[PeerId]) -> None:
-        """Ask the peers that gave a state which does not load no more."""
+        """For some time, ask these peers for no state, because they gave one that does not load."""
         now = loop_now()
         self.view.distrust(donors, now=now)
         for donor in donors:
             self.services.events.emit(PeerRefused(now, donor.hex(), "a state", "it does not load"))
 
     def adopt(self, step: int, lineage: bytes, *, syncing: bool = False) -> None:
-        """Move this peer's record to a state of a checkpoint or, ``syncing``, to one that does not count."""
+        """Move this peer's record to the state of a checkpoint or, with ``syncing``, to a state that does not count."""
         self.view.leap(step, lineage, syncing=syncing)

@@ -30,21 +30,21 @@ class TrainerCheckpoint:
 
     _replica: Replica
     _gathered: Gradients
-    # Of each loader, in the order in which they were first given to `Swarm.batches`: passes that this peer has read,
-    # and batches of the present one.
+    # For each loader, in the order in which the loaders were first given to `Swarm.batches`: the number of complete
+    # passes that this peer has read, and of batches in the present pass.
     positions: list[tuple[int, int]] = field(default_factory=list)
-    # of loaders that count for themselves: their last state, by their number
+    # the last state of each loader that keeps its position by itself, by the loader's number
     states: dict[int, Any] = field(default_factory=dict)
     _loaders: list[Any] = field(
         default_factory=list
-    )  # the objects themselves: an address may be another one's later
+    )  # the objects themselves, because the id of a deleted object may be used again
 
     @property
     def step(self) -> int:
         return self._replica.step
 
     def number_of(self, loader: Any) -> int:
-        """Return the place in `positions` of a loader's own position; one that is new takes the next."""
+        """Return the index in `positions` that belongs to a loader; a new loader takes the next index."""
         for number, known in enumerate(self._loaders):
             if known is loader:
                 return number
@@ -54,7 +54,7 @@ class TrainerCheckpoint:
         return len(self._loaders) - 1
 
     def state(self) -> dict[str, Any]:
-        """Return it as a file has it; its tensors share memory with the live ones."""
+        """Return the content of a checkpoint file; its tensors share memory with the live ones."""
         states = {str(number): state for number, state in self.states.items()}
         more = {"positions": [*self.positions], "states": states, "together": self._replica.together}
         return {**self._replica.state(), **self._gathered.state(), **more}
@@ -63,13 +63,13 @@ class TrainerCheckpoint:
         """Continue from a state; raises `StateError`, with nothing changed, if it does not fit."""
         feedback = self._gathered.feedback_of(state)
         self._replica.load(state)
-        # A backbone's checkpoint is a peer's state as it was downloaded.
+        # A backbone's checkpoint is a peer's state as the backbone downloaded it, without this entry.
         self._replica.together = state.get("together", self._replica.step)
         self._gathered.feedback = feedback
         self._gathered.forget()
         self.positions = [(passes, batches) for passes, batches in state.get("positions", ())]
         self.states = {int(number): of_loader for number, of_loader in state.get("states", {}).items()}
-        # The loaders of a new session, or after a load, come in the same order.
+        # In a new session, or after a load, the loaders come in the same order again.
         self._loaders = []
 
     def resume(self, folder: CheckpointFolder | None) -> bool:
@@ -95,7 +95,7 @@ class TrainerCheckpoint:
 
 
 class ProgressSaver:
-    """Saves a trainer's checkpoint in ``folder``, each step once; without one it does nothing."""
+    """Saves a trainer's checkpoint in ``folder``, at most once per step; without a folder it does nothing."""
 
     def __init__(
         self,
@@ -121,7 +121,7 @@ class ProgressSaver:
         self._tasks.cancel()
 
     def save(self) -> None:
-        """Save the present step, if it is not saved yet. Thread-safe; a failure is a `Fault`."""
+        """Save the present step, if it is not saved yet. Thread-safe; a failure is emitted as a `Fault`."""
         with self._saving:
             folder = self._folder
             step = self._checkpoint.step

@@ -1,7 +1,7 @@
 """An optimizer's settings, such as learning rates: only the given scheduler changes them, once per step of the swarm.
 
-Peers have different numbers of micro-batches for one step. A scheduler that each steps in its own loop, or a rate that
-one sets itself, would give each peer another model.
+Peers compute different numbers of micro-batches for one step. If each peer stepped a scheduler in its own loop, or if
+one peer set a learning rate itself, the peers' models would differ.
 """
 
 import copy
@@ -22,9 +22,9 @@ NO_SCHEDULER_HERE = f"a scheduler here would count this peer's micro-batches: {H
 
 
 class Schedule:
-    """Steps the scheduler of ``optimizer``, if it has one, and notices what else changes a setting.
+    """Steps the scheduler of ``optimizer``, if it has one, and notices if anything else changes a setting.
 
-    ``needs_loss``: it steps with the swarm's loss, as a plateau does.
+    ``needs_loss`` is True if the scheduler steps with the swarm's loss, like `ReduceLROnPlateau`.
     """
 
     def __init__(self, optimizer: Optimizer, scheduler: LRScheduler | None) -> None:
@@ -34,7 +34,7 @@ class Schedule:
         self.accept()
 
     def accept(self) -> None:
-        """Take the present settings for right: a state was loaded, or the optimizer stepped."""
+        """Take the present settings as the right ones, after a state was loaded or the optimizer stepped."""
         self._settings = _settings_of(self._optimizer)
         self._state = copy.deepcopy(self.state_dict())
         self._position = repr(self.state_dict())
@@ -51,7 +51,7 @@ class Schedule:
         self.accept()
 
     def check(self) -> None:
-        """Raise ValueError if something else stepped the scheduler or changed a setting; it is set back."""
+        """Raise ValueError, and undo the change, if something else stepped the scheduler or changed a setting."""
         changes = []
         for (group, name), value in self._changes().items():
             changes.append(f"{name} from {self._settings[group, name]} to {value}")
@@ -64,13 +64,14 @@ class Schedule:
 
     @contextmanager
     def advanced(self, loss: float | None) -> Iterator[None]:
-        """Take the optimizer's step in the block, before the scheduler's counts; an error leaves both as they were.
+        """Step the scheduler; the optimizer takes its step in the ``with`` block, still with the old settings.
 
-        A scheduler that goes by the swarm's ``loss`` stays where it is if no peer sent one.
+        An error leaves the settings and the scheduler as they were. A scheduler that goes by the swarm's ``loss`` does
+        not step if no peer sent a loss.
         """
         self.check()
         try:
-            # The scheduler comes first, as it may refuse. Torch warns of this order, unless told otherwise.
+            # The scheduler comes first, because it may raise. Torch warns of this order unless this flag is set.
             self._optimizer._opt_called = True  # type: ignore[attr-defined]
             scheduler: Any = self._scheduler
             if self.needs_loss and loss is not None:
@@ -87,7 +88,7 @@ class Schedule:
         self.accept()
 
     def _changes(self) -> dict[tuple[int, str], Any]:
-        """Return the settings that differ from the right ones."""
+        """Return the present settings that differ from those that `accept` took last."""
         right = self._settings
         present = _settings_of(self._optimizer)
         return {key: value for key, value in present.items() if right.get(key, value) != value}
@@ -107,9 +108,9 @@ class Schedule:
 
 
 def steps_with(stepping: Optimizer | LRScheduler, *values: float) -> bool:
-    """Return whether ``step(*values)`` is a right call."""
+    """Return True if the signature of ``step`` accepts ``step(*values)``."""
     try:
-        # Of the class: torch replaces the instance's by a function that names ``self``.
+        # The class's method, because torch replaces the instance's by a function that also names ``self``.
         inspect.signature(type(stepping).step).bind(stepping, *values)
     except TypeError:
         return False
@@ -117,20 +118,20 @@ def steps_with(stepping: Optimizer | LRScheduler, *values: float) -> bool:
 
 
 def _settings_of(optimizer: Optimizer) -> dict[tuple[int, str], Any]:
-    """Return the numbers of each parameter group, and tuples of them; tensors as numbers."""
+    """Return the numbers, and tuples of numbers, in each parameter group; a tensor is returned as numbers."""
     settings: dict[tuple[int, str], Any] = {}
     for index, group in enumerate(optimizer.param_groups):
         for name, value in group.items():
             if isinstance(value, torch.Tensor):
                 settings[index, name] = value.tolist()
-            # A flag is no setting: schedule-free optimizers note there whether they train or evaluate.
+            # A bool is not compared: schedule-free optimizers note in one whether they train or evaluate.
             elif isinstance(value, int | float | tuple) and not isinstance(value, bool):
                 settings[index, name] = value
     return settings
 
 
 class GlobalScheduler(LRScheduler):
-    """A twin of a swarm's scheduler, for a framework that insists on stepping one: its ``step()`` does nothing."""
+    """Stands for the swarm's scheduler in a framework that must step a scheduler: its ``step()`` does nothing."""
 
     def __init__(self, optimizer: Optimizer, schedule: Schedule) -> None:
         self.optimizer = optimizer

@@ -74,18 +74,19 @@ class PeerServices(RunServices):
     """The services of a peer that may train.
 
     Attributes:
-        on_wait: called with a thread that waits in a step, and True, or that goes on, and False.
+        on_wait: functions that are called with a thread's id, and with True when this thread begins to wait in a step,
+            or with False when it goes on.
     """
 
     router: PrefixRouter
     averager: "Averager"
-    mailbox: str = ""  # address of the bucket that has the run's rounds; empty: they go over links
+    mailbox: str = ""  # address of the bucket in which the run's rounds are; empty: rounds go over links
     pace: Callable[[float], float] | None = None  # a simulated peer's seconds for a number of samples
     on_wait: list[Callable[[int, bool], None]] = field(default_factory=list)
 
 
 class Due(Enum):
-    """What a call of `step()` did beside counting."""
+    """What a call of `step()` did in addition to counting."""
 
     NOTHING = "nothing"
     LOCAL_STEP = "a local step"
@@ -96,32 +97,32 @@ class Due(Enum):
 
 @dataclass(frozen=True)
 class StepOffer:
-    """What a trainer says of its contribution before it makes it."""
+    """What a trainer announces about its contribution before it makes the contribution."""
 
-    weight: float  # in the mean
+    weight: float  # weight in the mean
     loss: float | None = None
-    unused: bytes = b""  # the bits of the tensors without a gradient
-    rates: tuple[float, ...] = ()  # of learning, at this step
-    changed: bool = False  # the parameters changed outside a step
+    unused: bytes = b""  # a bit for each tensor, set if it has no gradient
+    rates: tuple[float, ...] = ()  # learning rates at this step
+    changed: bool = False  # True if the parameters changed outside a step
 
 
 @dataclass(frozen=True)
 class RoundInput:
-    """A trainer's contribution to a round; the mean overwrites ``vector``. With weight 0 it does not count.
+    """A trainer's contribution to a round; the mean overwrites ``vector``. With weight 0 it adds nothing to the mean.
 
-    ``unused``: the bits of the tensors without a gradient, as in `Ticket`.
+    ``unused`` has a bit for each tensor, set if the tensor has no gradient, as in `Ticket`.
     """
 
     vector: Vector
-    weight: float  # in the mean
-    samples: float  # towards the batch
-    fine: int | None = None  # values at the front that belong to small tensors
+    weight: float  # weight in the mean
+    samples: float  # samples that count towards the batch
+    fine: int | None = None  # number of values at the front that belong to small tensors
     loss: float | None = None
     unused: bytes = b""
 
     @property
     def host_memory(self) -> Floats:
-        """Main memory for a mean: the vector's own, if it lies there."""
+        """Main memory for a mean: the vector's memory if the vector lies there, else new memory."""
         if isinstance(self.vector, HostVector):
             return self.vector.values
         return np.empty(self.vector.numel, np.float32)
@@ -132,16 +133,18 @@ class TrainingSettings:
     """How a collaboration trains: the options of `Swarm.optimizer`.
 
     Attributes:
-        prefix: names the collaboration within the run; peers of one prefix train one model.
-        batch_size: samples of this peer's micro-batches, unless ``step(samples=…)`` says otherwise: of each batch that
-            `Swarm.batches` or a framework gives, else of each ``step()``. A batch with fewer rows counts its rows, once
-            one had as many.
-        weight_unit: what ``step(weight=…)`` counts, such as "target tokens", where the mean is not by samples.
+        prefix: name of the collaboration within the run; the peers of one prefix train one model.
+        batch_size: number of samples in each batch that `Swarm.batches` or a framework gives, else in each ``step()``.
+            ``step(samples=…)`` overrides it. Once a batch had ``batch_size`` rows, a batch with fewer rows counts
+            its rows instead.
+        weight_unit: what ``step(weight=…)`` counts, such as "target tokens". Set it if the mean is not weighted by
+            samples.
         communication: how the peers exchange what they compute.
-        device_memory: bytes of the GPUs' memory that the swarm may use beside your own loop; None: what is free. With
-            0 gradients are summed in main memory, and each one is copied there.
-        min_peers: the first ``step()`` waits until so many peers train, this one included; later it waits for
-            nobody. None: as many as the peer that began asks for, which is 1 by default.
+        device_memory: maximum of GPU memory, in bytes, that the swarm may use in addition to your own loop. None allows
+            all free memory. With 0, gradients are summed in main memory, and each gradient is copied there.
+        min_peers: the first ``step()`` waits until this many peers train, this peer included; later steps do not wait
+            for a number of peers. None takes the number that the peer that began the training asks for, which is 1 by
+            default.
     """
 
     prefix: str
@@ -167,7 +170,7 @@ class TrainingSettings:
     def counted(self, samples: float | None, weight: float | None) -> tuple[float, float]:
         """Return the samples of a micro-batch and the weight of its gradient.
 
-        Raises StepError if a number is not usable.
+        Raises StepError if ``samples`` or ``weight`` is not usable.
         """
         if not (isinstance(samples, int | float) and math.isfinite(samples) and samples > 0):
             raise StepError(

@@ -1,11 +1,12 @@
 """The training state: in a file, and shared with late joiners in hashed chunks.
 
-A shared snapshot is a copy, so a donor trains on while it serves. Donors on one branch hold equal
-states, so their chunks are interchangeable (`colab_swarm.tensors.chunks`).
+A donor is a peer that gives its state to a late joiner. It serves a copy of the state (a snapshot), so it trains on
+meanwhile. Donors on one branch hold equal states, so a late joiner may take each chunk from any of them
+(`colab_swarm.tensors.chunks`).
 
-A `Mirror` passes on the state of trainers that a late joiner cannot reach, because both only dial
-out. An assistant linked to both forwards manifest and chunks, one at a time in memory. That of a
-backbone gives a checkpoint of its own when no trainer is left.
+Some late joiners cannot reach a trainer, because both only dial out. Then an assistant that is linked to both uses
+a `Mirror`: it forwards the manifest and the chunks, and holds one chunk at a time in memory. The `Mirror` of a backbone
+also gives the backbone's own checkpoint when no trainer is left.
 """
 
 import asyncio
@@ -50,20 +51,20 @@ from colab_swarm.tensors.statedict import (
 
 logger = logging.getLogger(__name__)
 
-# Of a tensor: its data type, as torch prints it without "torch.", and its shape.
+# A tensor's data type, as torch prints it but without "torch.", and its shape.
 Kind: TypeAlias = tuple[str, tuple[int, ...]]
 
-_ASKED = 4  # donors that are asked at once for what they hold
-_AGREED_S = 1.0  # for the others, once two have answered
+_ASKED = 4  # number of donors that are asked together for their manifests
+_AGREED_S = 1.0  # how long the other donors are awaited, once two have answered
 _MIRROR_TIMEOUT_S = CHUNK_TIMEOUT_S / 3  # for one donor; a late joiner waits for two
 _REMEMBERED = 4
-_KINDS_TIMEOUT_S = 5.0  # for the beginning of a state
+_KINDS_TIMEOUT_S = 5.0  # for the first chunks of a state
 
 
 def save_checkpoint(path: str | Path, state: Any) -> None:
     """Write a training state so that ``path`` holds either all of it or its old content.
 
-    The state is anything that `flatten` takes, such as a dictionary with some ``state_dict()``.
+    The state is anything that `flatten` takes, such as a dictionary whose values are results of ``state_dict()``.
     Raises `StateError` if the disk is full, `TypeError` if a part cannot be saved without pickle.
     """
     write_state(Path(path), file_parts(state))
@@ -78,21 +79,22 @@ def load_checkpoint(path: str | Path) -> Any:
 
 
 class CheckpointFolder(StepFiles):
-    """The last checkpoints of one run; older ones are deleted after a save.
+    """A folder with the last checkpoints of one run; a save deletes older ones.
 
-    The last saved one comes back, also after training went back to an earlier step. Files of later steps
-    are set aside then: their names end in ``.aside``, and you can rename them to go on from there.
+    A later session continues from the checkpoint that was saved last, even if training had gone back to an earlier
+    step. In that case, the files of later steps are set aside: ``.aside`` is added to their names. To continue from
+    such a file, rename it.
     """
 
     def save(self, step: int, state: Any) -> Path:
-        """Write a checkpoint, set aside those of later steps, and delete those beyond ``keep``.
+        """Write a checkpoint, set aside those of later steps, and delete the oldest ones beyond ``keep``.
 
-        Raises `StateError` if the disk refuses it.
+        Raises `StateError` if the file cannot be written.
         """
         return self.write(step, file_parts(state))
 
     def write(self, step: int, parts: Sequence[memoryview]) -> Path:
-        """Save the file of a state, in parts as of `file_parts`."""
+        """Write a checkpoint whose file has the content ``parts``, as `file_parts` returns them."""
         path = self.file_of(step)
         write_state(path, parts)
         self.set_aside(path)
@@ -100,32 +102,32 @@ class CheckpointFolder(StepFiles):
         return path
 
     def latest(self) -> Any:
-        """Return the state of the last saved readable checkpoint, or None; skips damaged ones with a warning."""
+        """Return the state of the last readable checkpoint, or None; skips damaged checkpoints with a warning."""
         return self.newest(load_checkpoint)
 
 
 class DonorsSilent(StateError):
-    """No donor answered in time: they are slow, frozen or gone. None refused."""
+    """No donor answered in time, because they are slow, frozen or gone. No donor refused."""
 
 
 class DescribeState(Message, frozen=True):
-    """Request a donor's manifest of one ``step``, or of the current one with -1."""
+    """Request a donor's manifest of one ``step``; -1 asks for the donor's current step."""
 
     prefix: str
     step: int = -1
 
 
 class FetchState(FetchChunks, frozen=True):
-    """Open a stream of chunks of the snapshot with this root."""
+    """Open a stream of chunks of the snapshot with this ``root`` (the digest of its manifest)."""
 
     prefix: str
     root: bytes
 
 
 class StateSharing:
-    """Serves this peer's snapshots and downloads other peers'.
+    """Serves this peer's snapshots, and downloads those of other peers.
 
-    ``await provide()`` takes a snapshot of the current step; None or `StateError`: there is none.
+    ``await provide()`` takes a snapshot of the current step. If there is none, it returns None or raises `StateError`.
     """
 
     def __init__(
@@ -139,7 +141,7 @@ class StateSharing:
         self._fresh = False
         self._taking = asyncio.Lock()
         self._begun: dict[bytes, ChunkDownload] = {}
-        # after a failure, the next call goes on where this one stopped
+        # after a failure, the next call continues the incomplete download
         self.download = partial(download_state, self._peers, prefix, begun=self._begun)
         router.serve(prefix, DescribeState, self._describe, Role.VIEWER)
         router.serve_stream(prefix, FetchState, self._send_chunks, Role.VIEWER)
@@ -150,7 +152,7 @@ class StateSharing:
         self._begun.clear()
 
     def outdate(self) -> None:
-        """Give the next late joiner a new snapshot. Downloads in progress continue."""
+        """Take a new snapshot for the next late joiner. Downloads in progress continue."""
         self._fresh = False
         self._begun.clear()
 
@@ -184,11 +186,12 @@ async def download_state(
     *,
     least_step: int = 0,
 ) -> Snapshot:
-    """Fetch the state that most donors hold, from all of these; it is of ``least_step`` or later.
+    """Download the state that most of the asked donors hold, from all donors that hold it.
 
-    ``begun`` holds an incomplete download, by the state's root, from one call to the next. Raises
-    `StateError` if no donor had a state, all were lost before it was complete, or it is over
-    ``limit_bytes``; `DonorsSilent` if all are silent.
+    ``begun`` keeps an incomplete download, by the state's root, from one call to the next.
+
+    Raises `StateError` if no donor had a state, if all donors were lost before the download was complete, if the state
+    has more than ``limit_bytes``, or if its step is before ``least_step``. Raises `DonorsSilent` if no donor answers.
     """
     ask = DescribeState(prefix)
     manifest, holders = await _agree_on_state(
@@ -208,7 +211,7 @@ async def download_state(
 
 
 async def kinds_at(peers: Node, prefix: str, donors: Sequence[PeerId]) -> dict[str, Kind]:
-    """Return the types and shapes of the donors' parameters and buffers, by name; none if no donor answers."""
+    """Return the types and shapes of the donors' parameters and buffers, by name; empty if no donor answers."""
     ask = DescribeState(prefix)
     try:
         manifest, holders = await _agree_on_state(peers, ask, donors, timeout_s=_KINDS_TIMEOUT_S)
@@ -216,7 +219,7 @@ async def kinds_at(peers: Node, prefix: str, donors: Sequence[PeerId]) -> dict[s
         beginning = ChunkDownload(peers, manifest, request, chunks=REQUEST_CHUNKS)
         await beginning.run(holders, _KINDS_TIMEOUT_S)
         entries, _, _ = decode_head(beginning.blob.data)
-    except (StateError, ValueError):  # such as a head of more chunks
+    except (StateError, ValueError):  # for example if the head of the file needs more chunks
         return {}
     kinds = {}
     for path, entry in entries.items():
@@ -234,11 +237,11 @@ async def _agree_on_state(
     timeout_s: float,
     limit_bytes: int = MAX_STATE_BYTES,
 ) -> tuple[Manifest, list[PeerId]]:
-    """Return the manifest that most of four donors give, and those that hold it; the next four if none answers.
+    """Ask four donors; return the manifest that most of them give, and the donors that hold this state.
 
-    They are asked at once: a moment later each would have another step. After the first answer the others have
-    `silence_s`, after the second one `_AGREED_S`. Raises `StateError` without an answer, `DonorsSilent` if all are
-    silent.
+    If none of the four answers, the next four are asked. Four are asked together, because a moment later each donor
+    may be at another step. After the first answer, the others have `silence_s` to answer, and after the second answer
+    `_AGREED_S`. Raises `StateError` without an answer, and `DonorsSilent` if no donor has answered or refused.
     """
     holders: dict[Manifest, list[PeerId]] = {}
     refusals: dict[PeerId, PeerError] = {}
@@ -280,7 +283,7 @@ async def _agree_on_state(
 
 
 def check_snapshot(snapshot: Snapshot) -> None:
-    """Raise `StateError` if an untrusted snapshot cannot be read, or is not of the step that it claims."""
+    """Raise `StateError` if an untrusted snapshot cannot be read, or if its step or lineage is not what it claims."""
     claimed = snapshot.manifest.step, snapshot.manifest.subject
     text = "the donor's state is not of the step that it claims"
     require(_step_and_lineage(snapshot.blob) == claimed, text, StateError)
@@ -305,7 +308,7 @@ def _step_and_lineage(blob: Blob, source: object = "the donor's state") -> tuple
 class Mirror(StateSharing):
     """Gives late joiners a state that this peer does not have itself.
 
-    ``await stored()``: a checkpoint, None while there are trainers; ``await donors()``: these.
+    ``await stored()`` returns a checkpoint, or None while there are trainers. ``await donors()`` returns the trainers.
     """
 
     def __init__(
@@ -317,7 +320,7 @@ class Mirror(StateSharing):
     ) -> None:
         super().__init__(router, prefix, stored)
         self._donors = donors
-        self._held: dict[bytes, list[PeerId]] = {}  # by root: the donors of a state
+        self._held: dict[bytes, list[PeerId]] = {}  # the donors that hold a state, by the state's root
 
     async def _describe(self, peer: PeerId, ask: DescribeState) -> Manifest:
         self._snapshot = await self._provide()  # the checkpoint that late joiners fetch now

@@ -1,4 +1,4 @@
-"""How a trainer's time divides between the user's loop and `step()`. Nothing here waits for a device."""
+"""Measures how a trainer's time divides between the user's loop and `step()`. Nothing here waits for a device."""
 
 from collections import deque
 from dataclasses import dataclass, replace
@@ -11,17 +11,17 @@ from colab_swarm.training.settings import Due
 
 @dataclass(frozen=True)
 class Turn:
-    """One turn of the user's loop, which `step()` ends."""
+    """One iteration of the user's loop; it ends with `step()`."""
 
     at: float  # when it ended
     due: Due  # what `step()` did
-    copied_bytes: int  # between devices and main memory, by this process until then
-    own_s: float = 0.0  # before `step()`
-    step_s: float = 0.0  # in it
+    copied_bytes: int  # bytes that this process has copied between devices and main memory until then
+    own_s: float = 0.0  # time before `step()`
+    step_s: float = 0.0  # time in `step()`
 
 
 class StepTimes:
-    """The last ``turns`` of a loop that trains on ``device``, as far as the device has done them."""
+    """The last ``turns`` of a loop that trains on ``device``; a turn is added once the device has finished it."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -31,8 +31,8 @@ class StepTimes:
         self.turns: deque[Turn] = deque(maxlen=4096)
 
     def begin(self, now: float) -> None:
-        """A call of `step()` begins. Without an end, its turn does not count."""
-        # Other devices compute beside the host too, and the time says nothing of it.
+        """Note that a call of `step()` begins. If `end` is not called for it, this turn does not count."""
+        # Other devices compute asynchronously, too, and the host's time does not show for how long.
         if self._began is not None or self._device.type not in ("cpu", "cuda"):
             self._before = None
         self._began = DeviceTimestamp(self._device, now)
@@ -49,7 +49,7 @@ class StepTimes:
             self.turns.append(replace(turn, own_s=began.since(before), step_s=ended.since(began)))
 
     def share(self, now: float) -> float:
-        """Return the part of the last minute's turns that was the user's loop's; 0 if unknown. Thread-safe."""
+        """Return the part of the last minute that the user's loop took; 0 if not known. Thread-safe."""
         own_s = 0.0
         step_s = 0.0
         for turn in list(self.turns):

@@ -1,7 +1,8 @@
 """A trainer's steps: micro-batches within its share on the user's thread, and a round when the share is used up.
 
-A micro-batch within the share crosses to no other thread. A step with a round crosses twice there and back: the
-trainer says that it is ready and hears that a group has formed, then it contributes and the pool takes the step.
+The *share* is this peer's part of the batch. A micro-batch within the share involves no other thread. A step with a
+round waits for other threads twice. First the trainer says that it is ready, and the event loop answers that a group
+has formed. Then the trainer contributes, and a pool thread takes the step with the mean.
 """
 
 import asyncio
@@ -32,9 +33,10 @@ from colab_swarm.training.state import kinds_at
 logger = logging.getLogger(__name__)
 
 _LOOK_S = 10.0  # how often a waiting trainer checks whether this peer is to leave
-_END_S = 60.0  # for a round that was interrupted
+_END_S = 60.0  # how long an interrupted round is awaited
 _REMEMBERED_PEERS = 1024
-# Gradients in a row that are not finite: so many get the likely causes, and then one of so many a line.
+# After this many gradients in a row that are not finite, the user is told the likely causes. After that, one of this
+# many such gradients gets a line.
 _MANY_DROPPED = 20
 _FEW_LINES = 100
 _LIKELY_CAUSES = (
@@ -44,15 +46,14 @@ _LIKELY_CAUSES = (
 
 
 class Trainer:
-    """Takes local steps, rounds and the swarm's state, by its ``rounds``, with a ``replica`` of the model.
+    """Takes local steps, takes part in rounds and loads the swarm's state, with a ``replica`` of the model.
 
-    One thread at a time calls it, the user's. It waits while coroutines here run on the event loop, and while `_apply`
-    takes a step on the pool, to which ``replica`` and ``gathered`` are lent meanwhile. ``gathered`` are the gradients
-    since the last round.
-    ``over()``: this peer is to leave, and waits no more.
+    Only one thread at a time calls it, the user's. This thread waits while coroutines of this class run on the event
+    loop, and while `_apply` takes a step in the pool and uses ``replica`` and ``gathered`` there. ``gathered`` has the
+    gradients since the last round. ``over()`` is True if this peer is to leave and must not wait any longer.
 
     Attributes:
-        due: what the last call did.
+        due: what the last call did in addition to counting.
     """
 
     def __init__(
@@ -72,21 +73,21 @@ class Trainer:
         self._over = over
         self.due = Due.NOTHING
         self._local_steps = 0  # since the last round
-        self._loaded_step = replica.step  # of the last state that came from others, or of the begin
-        self._common: dict[PeerId, int] = {}  # the last step that each of the others took with this peer
-        self._told_in_row = 0  # dropped gradients in a row, at the last line on them
-        self._told_of_weights = False  # since the last step, whether a word on rounds without weight was said
+        self._loaded_step = replica.step  # step of the last state that others gave, or of the beginning
+        self._common: dict[PeerId, int] = {}  # last step that each peer took together with this one
+        self._told_in_row = 0  # how many gradients in a row were dropped when the user was last told
+        self._told_of_weights = False  # whether the user was told of a round without weight
         # A round that runs while the trainer computes, and its contribution.
         self._flight: tuple[asyncio.Task[RoundResult | None], RoundInput] | None = None
         self._averaging: asyncio.Task[Any] | None = None  # the last round for which the trainer waited
 
     @property
     def in_flight(self) -> bool:
-        """True if a round runs beside the trainer, or has ended and not landed yet."""
+        """True if a round runs beside the trainer, or has ended and `land` has not taken its result yet."""
         return self._flight is not None
 
     async def stop(self) -> None:
-        """End the rounds; a step that has begun is taken."""
+        """End the rounds; a step that has begun is finished."""
         flight = self._flight
         self._flight = None
         if flight is not None:
@@ -98,7 +99,7 @@ class Trainer:
     # What the user calls.
 
     def count(self, samples: float, *, landed: RoundResult | None) -> RoundResult | None:
-        """Count the micro-batch that was added to the sum, and do what is due then."""
+        """Count the micro-batch that was added to the sum, and then do what is due."""
         rounds = self._rounds
         self.due = Due.NOTHING
         if self._services.pace is not None:
@@ -132,12 +133,12 @@ class Trainer:
 
     def _is_due(self) -> bool:
         rounds = self._rounds
-        # After a gradient that was not finite there may be nothing to wait with.
+        # After a gradient that was not finite, this peer may have no samples to contribute.
         used_up = rounds.share.counted > 0 and rounds.share.used_up
         return used_up or rounds.behind or rounds.view.own.syncing or rounds.parted
 
     def _turn(self, deadline: float = math.inf, *, idle: bool = False) -> RoundResult | None:
-        """Wait, take steps with the swarm, and return when there is more to compute, or at the ``deadline``."""
+        """Wait and take steps with the swarm until there is more to compute, or until the ``deadline``."""
         self._rounds.until = deadline
         result = None
         while True:
@@ -151,7 +152,7 @@ class Trainer:
                 return result
 
     def _act(self, ready: Ready, deadline: float, *, idle: bool) -> tuple[RoundResult | None, bool]:
-        """Do what is due; return the result of a round, and whether the turn is over by this."""
+        """Do what is due; return the result of a round, and whether the turn ends with it."""
         if ready is Ready.CATCH_UP:
             self.due = Due.CATCH_UP
             return None, not self._try_synchronize() or idle
@@ -176,7 +177,7 @@ class Trainer:
         return ready is Ready.NOTHING or not self._rounds.share.used_up
 
     def _next(self, deadline: float, *, idle: bool) -> Ready:
-        """Return what to do now, after a wait if it is not clear yet."""
+        """Return what to do now; wait if this is not clear yet."""
         rounds = self._rounds
         if rounds.behind or rounds.view.own.syncing:
             return Ready.CATCH_UP
@@ -184,7 +185,7 @@ class Trainer:
             return Ready.FOLLOW
         if self._replica.rule.delayed and rounds.share.granted and not idle:
             self._settle()
-            # The group that has just formed may have granted more, and what was not finite is computed again.
+            # The group that has just formed may have granted more, and samples that were not finite are replaced.
             return Ready.CONTRIBUTE if rounds.share.used_up else Ready.COMPUTE
         self._settle()
         offer = uninterrupted(self._gathered.offer)
@@ -192,7 +193,7 @@ class Trainer:
         return self._runtime.call(rounds.ready(offer, until, idle=idle))
 
     def _taken_out(self) -> float:
-        """Tell of gradients that were not finite, and return their samples."""
+        """Tell the user of gradients that were not finite, and return their samples."""
         gathered = self._gathered
         dropped = gathered.dropped
         gathered.dropped = 0.0
@@ -201,13 +202,13 @@ class Trainer:
         return dropped
 
     def _settle(self) -> None:
-        """Look at the newest gradients, too, and count those no more that were not finite."""
+        """Check all gradients, the newest too, and stop counting those that were not finite."""
         uninterrupted(self._gathered.read_checks)
         share = self._rounds.share
         share.counted = max(0.0, share.counted - self._taken_out())
 
     def _tell_of_dropped(self, dropped: float, in_row: int) -> None:
-        """Say that gradients were not finite; of many in a row, give the likely causes once, then few lines."""
+        """Tell the user that gradients were not finite; if there are many in a row, give the likely causes once."""
         if in_row < self._told_in_row:
             self._told_in_row = 0
         text = f"a gradient of {dropped:g} samples was not finite (NaN or Inf)"
@@ -226,7 +227,7 @@ class Trainer:
         self._services.events.emit(BatchDropped(self._runtime.time(), text, told))
 
     def _step_alone(self) -> None:
-        """Take a local step, if the share is so far: step k of n is due at k / n of it."""
+        """Take a local step if it is due: step k of n is due when k / n of the share is counted."""
         if not self._is_local_step_due():
             return
         self._settle()
@@ -247,10 +248,10 @@ class Trainer:
         return self._runtime.call(self._average(contribution))
 
     async def _average(self, contribution: RoundInput, *, aside: bool = False) -> RoundResult | None:
-        """Contribute, and take a step with each mean that comes of it; ``aside``: while the trainer computes on.
+        """Contribute, and take a step with each mean that follows; ``aside``: the trainer computes on meanwhile.
 
-        Returns None if there was no round, or a device had no memory for it. An interrupt stops no round that has
-        begun: parameters and record must agree.
+        Returns None if there was no round, or if a device had no memory for it. An interrupt does not stop a round that
+        has begun, because the parameters and this peer's record must agree.
         """
         work = asyncio.create_task(self._averaged(contribution, aside=aside), name="average")
         if not aside:
@@ -258,7 +259,7 @@ class Trainer:
         try:
             return await asyncio.shield(work)
         except torch.OutOfMemoryError as error:
-            # What fails in main memory too is the user's.
+            # If no vector was on a device, the memory is missing in the user's own loop.
             if not await asyncio.to_thread(self._gathered.placement.leave_devices, error):
                 raise
             text = f"a GPU's memory ended in a round: {self._gathered.placement.where} from now on"
@@ -282,7 +283,7 @@ class Trainer:
 
     def _apply(self, contribution: RoundInput, outcome: RoundOutcome, *, aside: bool) -> StepTaken:
         """Take a step with a mean."""
-        with self._replica.lock:  # a checkpoint must have the step and its error feedback, or neither
+        with self._replica.lock:  # a checkpoint must contain both the step and its error feedback, or neither
             self._replica.apply(outcome.mean)
             if outcome.counted:
                 self._gathered.on_delivered(contribution)
@@ -302,7 +303,7 @@ class Trainer:
         self._services.events.emit(event)
 
     def _tell_of_weights(self, contribution: RoundInput, *, over: bool) -> None:
-        """Say that a round without any weight trains nothing; once, until there is a step again."""
+        """Tell the user that a round in which nobody had a weight trained nothing; once, until the next step."""
         if over:
             self._told_of_weights = False
         if over or contribution.weight or not contribution.samples or self._told_of_weights:
@@ -317,12 +318,12 @@ class Trainer:
         self._services.events.emit(Notice(self._runtime.time(), text, logged=True))
 
     async def averaged(self) -> None:
-        """Wait until an interrupted round has ended, and a step that had begun is taken and recorded."""
+        """Wait until an interrupted round has ended, and until a step that had begun is taken and recorded."""
         if self._averaging is not None:
             await asyncio.wait([self._averaging], timeout=_END_S)
 
     def _take_off(self) -> None:
-        """Begin a round that runs beside the trainer, which goes on with a new sum."""
+        """Begin a round that runs beside the trainer; the trainer goes on with a new sum."""
         offer = self._gathered.offer()
         contribution = self._gathered.contribution()
         if self._replica.rule.local:
@@ -343,7 +344,7 @@ class Trainer:
         return await self._average(contribution, aside=True)
 
     def land(self, *, wait: bool = False, timeout_s: float | None = None) -> RoundResult | None:
-        """Return the result of the round beside the trainer if it has ended; ``wait`` for it at most ``timeout_s``."""
+        """Return the result of the round beside the trainer, if it has ended; ``wait`` for it at most ``timeout_s``."""
         if self._flight is None:
             return None
         task, contribution = self._flight
@@ -364,14 +365,14 @@ class Trainer:
         return result
 
     def _return(self, contribution: RoundInput) -> None:
-        """Take back a contribution that found no round."""
+        """Take back a contribution for which there was no round."""
         self._gathered.on_returned(contribution)
         self._rounds.share.returned()
 
     # The others' steps and their state.
 
     def _follow(self) -> None:
-        """Take the steps that the others took without this peer; what it has gathered is of an older step."""
+        """Take the steps that the others took without this peer, and drop its gradients, which are of an older step."""
         means = self._rounds.missed()
 
         def follow() -> None:
@@ -406,12 +407,12 @@ class Trainer:
         return True
 
     def synchronize(self, *, tries: int = 1) -> None:
-        """Load the swarm's state, if this peer's own does not count; raises `StateError` if that fails."""
+        """Load the swarm's state, if this peer's own state does not count; raises `StateError` if that fails."""
         while (caught_up := self._wait_caught_up()) is not None:
             tries -= 1
             try:
                 return uninterrupted(partial(self._catch_up, *caught_up))
-            except StateError:  # the donors' fault, if there are others; else it is another model
+            except StateError:  # try again with other donors; if there are none, the model is another one
                 if not (tries and self._rounds.view.branch().peers):
                     raise
 
@@ -457,9 +458,9 @@ class Trainer:
             self._services.events.emit(Notice(self._runtime.time(), text))
 
     def recover(self) -> None:
-        """Make the record say what the replica is, if they differ: this peer catches up then.
+        """If this peer's record and the replica differ, correct the record; this peer then catches up.
 
-        A round that an interrupt left behind is over first: its step changes the model.
+        Before that, wait for a round that an interrupt left running, because its step changes the model.
         """
         if self._averaging is not None and not self._averaging.done():
             self._runtime.call(asyncio.wait([self._averaging]))
@@ -468,6 +469,6 @@ class Trainer:
             self.adopt(syncing=True)
 
     def adopt(self, *, syncing: bool = False) -> None:
-        """Move this peer's record to the replica's step and lineage; ``syncing``: it still needs the swarm's state."""
+        """Set this peer's record to the replica's step and lineage; ``syncing``: it still needs the swarm's state."""
         adopt = partial(self._rounds.adopt, self._replica.step, self._replica.lineage, syncing=syncing)
         self._runtime.call(on_loop(adopt))

@@ -1,11 +1,12 @@
-"""What this peer knows of the others: one view of their records, groups and links, and the branch that it gives. Pure.
+"""What this peer knows of the others: one view of their records, groups and links, and the swarm's branch. Pure.
 
-- Equal *lineages*, digests of the first parameters and of every mean since as it was encoded, mean equal parameters,
-  but for rounding (`comparison`).
-- The *branch* is the highest step that at least half of the live trainers have reached, and on it the lineage that
-  most of them hold; ties fall to the run's authority, then to the smallest id. A peer on another path loads its state.
-- A record is up to half a minute old. So a group outweighs the older record of its members, and a peer whose link
-  broke counts again by a newer one.
+- A *lineage* is a chain of digests: of the first parameters, and of every mean since then in its encoded form. Equal
+  lineages mean equal parameters, except for rounding (see `comparison`).
+- The *branch* is a step and a lineage. The step is the highest one that at least half of the live trainers have
+  reached; the lineage is the one that most of them hold at this step. If two lineages are equally common, that of the
+  run's authority counts, else that of the peer with the smallest id. A peer that is not on the branch loads its state.
+- A record may be half a minute old. So what a group shows about a member replaces an older record of this member. A
+  peer whose link broke does not count until it writes a newer record.
 """
 
 import asyncio
@@ -32,18 +33,21 @@ from colab_swarm.training.records import (
 )
 
 WATCHING = ProgressRecord(0, b"", 0.0, 0.0, syncing=True, name="")
-"""The own record of a peer that does not train."""
-_KEPT_STEPS = 4096  # of the own path
-_DISTRUST_S = 300.0  # of a donor whose state does not load, at first
+"""The record that stands for this peer while it does not train."""
+_KEPT_STEPS = 4096  # number of this peer's last steps whose lineages are remembered
+_DISTRUST_S = 300.0  # how long a donor is not asked after its state did not load for the first time
 _MAX_DISTRUST_S = 6 * 3600.0
 _MOST_ASSISTANTS = 16
-_URGENT = ("syncing", "paused", "organizer")  # the others should hear of it at once
-_JUST_BROKEN_S = 2.0  # a record that was written so shortly before a link broke may come afterwards
+_URGENT = ("syncing", "paused", "organizer")  # if one changes, the record is published immediately
+_JUST_BROKEN_S = 2.0  # a record that was written this shortly before the link broke may arrive after it broke
 
 
 @dataclass(frozen=True)
 class Branch:
-    """The swarm's step and lineage; ``peers`` train there, as far as is known, and ``holders`` have shown its state."""
+    """The swarm's step and lineage.
+
+    ``holders`` have shown this state. ``peers`` are these, and the other trainers at the same organizers.
+    """
 
     step: int
     lineage: bytes
@@ -54,17 +58,17 @@ class Branch:
 class SwarmView:
     """The records of this peer, of the other trainers and of assistants.
 
-    ``round_samples``: of all peers together from one round to the next.
+    ``round_samples`` is the number of samples of all peers together from one round to the next.
 
     Attributes:
         own: this peer's record; the trainer replaces it.
-        others: those of the other trainers that count.
-        assistants: believed alive.
-        found: roles of all that have a record.
-        news: wakes who waits for another view.
-        urgent: the others should hear of ``own`` at once.
-        averaged: this peer has taken a step with another one.
-        unreachable: other trainers that do not count, as none of them can be dialled, nor this peer.
+        others: the records of the other trainers that count.
+        assistants: the records of the assistants that are believed to be alive.
+        found: the roles of all peers that have a record.
+        news: an event that is set when the view changes.
+        urgent: an event that is set when ``own`` should be published immediately.
+        averaged: True once this peer has taken a step together with another one.
+        unreachable: number of other trainers that do not count, because neither they nor this peer can be dialled.
     """
 
     def __init__(
@@ -82,7 +86,7 @@ class SwarmView:
         self.averaged = False
         self.unreachable = 0
         self.pace = SwarmPace()
-        self._path = {own.step: own.lineage}  # the own lineage at each step
+        self._path = {own.step: own.lineage}  # this peer's lineage at each step
         self._lost: dict[PeerId, float] = {}  # the swarm time of the last record of a peer whose link broke
         self._distrusted = LeftOut[PeerId](_DISTRUST_S, _MAX_DISTRUST_S)
 
@@ -96,7 +100,7 @@ class SwarmView:
         self.leave_out_unreachable(peers)
 
     def on_records(self, records: Mapping[PeerId, ProgressRecord], *, now: float) -> None:
-        """Take the live records just read; an older one counts less than what a group has shown."""
+        """Take the records that were just read, except those that are older than what a group has shown."""
         fresh = {}
         for peer, record in records.items():
             if peer == self.me or record.told_at <= self._lost.get(peer, -math.inf):
@@ -110,7 +114,7 @@ class SwarmView:
         self.news.set()
 
     def on_assistants(self, assistants: Mapping[PeerId, AssistantRecord]) -> None:
-        """Take the live records of the run's assistants; those of another collaboration do not count."""
+        """Take the records of the run's assistants, except those that only help another collaboration."""
         alive = {}
         for peer, record in sorted(assistants.items()):
             helps_here = record.addresses and record.collaboration in ("", self.prefix)
@@ -119,7 +123,7 @@ class SwarmView:
         self.assistants = dict(list(alive.items())[:_MOST_ASSISTANTS])
 
     def leave_out_unreachable(self, peers: Node) -> None:
-        """Where nobody can be dialled, and no assistant is there, those count to whom a link is up."""
+        """If no trainer can be dialled, and there is no assistant, keep only the records of linked peers."""
         addresses = [peers.contact.addresses, *(record.addresses for record in self.others.values())]
         self.unreachable = 0
         if self.assistants or any(addresses):
@@ -130,7 +134,7 @@ class SwarmView:
         self.others = met
 
     def on_step(self, samples: Mapping[PeerId, float], *, now: float, swarm_now: float) -> None:
-        """This peer has taken a step with the mean of these ``samples``; their contributors took it, too."""
+        """Note that this peer took a step, and the contributors with it; ``samples`` has the samples of each one."""
         self.pace.on_round(samples, now=now)
         for peer in samples:
             record = self.others.get(peer)
@@ -141,7 +145,7 @@ class SwarmView:
                 )
 
     def on_lost(self, peer: PeerId, *, swarm_now: float) -> bool:
-        """Ignore a peer until it writes a newer record; return whether it trained."""
+        """Ignore a peer until it writes a newer record; return True if it was a trainer."""
         trainer = self.others.pop(peer, None)
         assistant = self.assistants.pop(peer, None)
         if trainer is not None or assistant is not None:
@@ -149,7 +153,7 @@ class SwarmView:
         return trainer is not None
 
     def update(self, **changes: object) -> None:
-        """Change fields of the own record."""
+        """Change fields of this peer's record."""
         before = self.own
         self.own = msgspec.structs.replace(before, **changes)
         if any(getattr(self.own, name) != getattr(before, name) for name in _URGENT):
@@ -164,14 +168,14 @@ class SwarmView:
             del self._path[min(self._path)]
 
     def leap(self, step: int, lineage: bytes, *, syncing: bool) -> None:
-        """Move this peer to a state that it has loaded or, ``syncing``, still needs."""
+        """Move this peer to a state that it has loaded or, with ``syncing``, that it still needs."""
         self.pace.begin_again()
         self.own = msgspec.structs.replace(self.own, step=step, lineage=lineage, syncing=syncing, rates=())
         self._path = {step: lineage}
         self.urgent.set()
 
     def distrust(self, peers: Iterable[PeerId], *, now: float) -> None:
-        """Ask these peers for no state, each time twice as long."""
+        """Ask these peers for no state for some time, which doubles each time."""
         for peer in peers:
             self._distrusted.fail(peer, now)
 
@@ -188,7 +192,7 @@ class SwarmView:
         return peer in self.found and self.found[peer].role >= Role.AUTHORITY
 
     def branch(self) -> Branch:
-        """Return the branch of the live trainers, or the own state while no other trains."""
+        """Return the branch of the live trainers, or this peer's own state if no peer has a state."""
         own = self.own
         states = {}
         records = list(self.all.items())
@@ -216,9 +220,10 @@ class SwarmView:
 
     @property
     def behind(self) -> bool:
-        """True if this peer is on another path than the branch, or two steps or more behind it.
+        """True if this peer's lineage is not that of the branch, or if this peer is two or more steps behind it.
 
-        One step ahead of the others it waits, and one step behind them it is in their round.
+        A peer that is one step ahead of the others only waits. A peer that is one step behind may still be in their
+        round.
         """
         branch = self.branch()
         if self.own.step < branch.step - 1:
@@ -226,7 +231,11 @@ class SwarmView:
         return branch.step in self._path and self._path[branch.step] != branch.lineage
 
     def organizers(self, own: Contact) -> list[Contact]:
-        """Return who may organize, the best first: at whom the branch stands, else by the time of joining."""
+        """Return the peers that may organize, the best first.
+
+        First come those at which most peers of the branch stand, then the trainers that can be dialled, by the time of
+        joining, then the assistants.
+        """
         branch = self.branch().peers
         named = Counter(self.all[peer].organizer for peer in branch - {self.me})
         named.pop(PeerId(b""), None)
@@ -242,13 +251,13 @@ class SwarmView:
 
     @property
     def other_organizers(self) -> set[PeerId]:
-        """At whom the others stand, where that is not this peer."""
+        """The organizers at which the other trainers stand, except this peer."""
         return {record.organizer for record in self.others.values() if record.organizer} - {self.me}
 
     def disagreement(self) -> str:
-        """Return the settings in which this peer differs from most peers on the branch, or nothing.
+        """Return the settings in which this peer differs from most peers on the branch; empty if there are none.
 
-        Once it has averaged with others, no record can tell it that it is wrong.
+        It is always empty once this peer has averaged with others: from then on, no record can refuse it.
         """
         own = self.own
         if self.averaged or not own.agreement:
@@ -265,9 +274,10 @@ class SwarmView:
 
     @property
     def min_peers(self) -> int:
-        """How many peers must train before the first step: as the run's authority asks for, or the first to join.
+        """How many peers must train before the first step.
 
-        That is by its own account, so one that asks for fewer need not wait for more: whoever organizes heeds it.
+        A peer that names no number takes that of the run's authority or, without an authority's record, that of the
+        first peer that joined. The result is the lowest number of all peers, because any peer may ask for fewer.
         """
         records = self.all.values()
         authorities = [self.all[peer] for peer in self.all if self._authorized(peer)]
@@ -281,24 +291,24 @@ class SwarmView:
 
     @property
     def there(self) -> dict[PeerId, ProgressRecord]:
-        """The records of the peers that train now, its own included. Thread-safe."""
+        """The records of the peers that train now, this one included. Thread-safe."""
         return {peer: record for peer, record in list(self.all.items()) if record.computes}
 
     def live(self, linked: Collection[PeerId]) -> set[PeerId]:
-        """Return the other trainers whose link is up."""
+        """Return the other trainers that compute now and whose link is up."""
         return {peer for peer, record in self.others.items() if record.computes and peer in linked}
 
     # For people.
 
     def samples_per_s(self) -> float:
-        """Return the speed of all peers together, by what each computes alone."""
+        """Return the sum of the speeds at which the peers compute, without the time for waiting and for rounds."""
         return sum(record.samples_per_s for record in self.there.values())
 
     def samples(self, now: float) -> float:
-        """Return the samples that all peers together have computed since the last round, about."""
+        """Return about how many samples all peers together have computed since the last round."""
         return min(self.pace.since_round_s(now) * self.samples_per_s(), self.round_samples)
 
     def seconds_to_batch(self, now: float) -> float:
-        """Return when the batch will be full, about; infinite while no speed is known."""
+        """Return about how many seconds remain until the batch is full; infinite while no speed is known."""
         speed = self.samples_per_s()
         return max(0.0, self.round_samples - self.samples(now)) / speed if speed else math.inf

@@ -1,4 +1,4 @@
-"""Notices what a user changes of a model beside its optimizer's steps: weights, frozen parameters, what is trained."""
+"""Notices what a user changes in a model outside the optimizer's steps: weights, frozen parameters, what is trained."""
 
 import logging
 from collections.abc import Sequence
@@ -15,16 +15,17 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-LOADED = 0.05  # of the values' norm: SAM, weight clipping and swapped averages change less between two steps
-_SAMPLES = 64  # values of each tensor that are compared
-_LOOK_STEPS = 10  # in which another optimizer has taken a step
+# Part of the values' norm. SAM, weight clipping and swapped averages change less than this between two steps.
+LOADED = 0.05
+_SAMPLES = 64  # number of values of each tensor that are compared
+_LOOK_STEPS = 10  # number of steps within which another optimizer is expected to take a step
 _AGAIN = "make a new optimizer, and pass it to swarm.optimizer(…) again, at all peers"
 
 
 class TrainedParameters:
-    """Finds what changed in what is trained since `Swarm.optimizer`, and parameters that no optimizer trains.
+    """Finds changes in which parameters are trained since `Swarm.optimizer`, and parameters that no optimizer trains.
 
-    It notes frozen parameters that were changed, such as a teacher's, in `Replica.moved`.
+    It stores frozen parameters whose values were changed, such as a teacher's, in `Replica.moved`.
     """
 
     def __init__(self, replica: "Replica") -> None:
@@ -33,17 +34,18 @@ class TrainedParameters:
         self._trainable = self._present_trainable()
         self._shapes = [parameter.shape for parameter in replica.model]
         self._groups = self._present_groups()
-        # When to look whether another optimizer trains the bystanders; none: it is done.
+        # The step at which to check whether another optimizer trains the bystanders: the trainable parameters that
+        # this optimizer does not train.
         self._look_step = replica.step + _LOOK_STEPS
         trained = set(map(id, replica.model))
         beside = [parameter for parameter in self._all() if id(parameter) not in trained]
         self._bystanders = [(one, one._version) for one in beside if one.requires_grad]
-        # Quantized ones are packed when they come to a GPU.
+        # Quantized parameters are left out, because they are packed when they are moved to a GPU.
         frozen = [one for one in beside if not one.requires_grad and one.is_floating_point()]
         self._frozen = [(one, one._version) for one in frozen]
 
     def _all(self) -> list[torch.Tensor]:
-        """Return the model's parameters, as far as they are known."""
+        """Return all parameters of the model; without a model, those that are trained."""
         if self._replica.rule.model is None:
             return self._replica.model
         return list(self._replica.rule.model.parameters())
@@ -56,7 +58,7 @@ class TrainedParameters:
         return [list(map(id, group["params"])) for group in groups]
 
     def check(self) -> list[str]:
-        """Return new sentences for the user; raise `RuntimeError` if something else is trained now."""
+        """Return new sentences for the user; raise `RuntimeError` if other parameters are trained now."""
         self._check_trainable()
         for name, parameter, shape in zip(
             self._replica.names, self._replica.model, self._shapes, strict=True
@@ -113,14 +115,14 @@ class TrainedParameters:
 
 
 def versions_of(tensors: Sequence[torch.Tensor]) -> list[tuple[int, int]]:
-    """Return how often torch counted a change of each tensor, and where its values are."""
+    """Return torch's count of the changes of each tensor, and the address of its values."""
     return [(tensor._version, tensor.data_ptr()) for tensor in tensors]
 
 
 class WrittenWeights:
     """Remembers a model's weights as the optimizer wrote them last, by some values of each tensor.
 
-    Torch counts what is written to a tensor, but for ``.data``; so nothing is compared where nothing was written.
+    Torch counts each write to a tensor, except writes to ``.data``. So values are only compared if the count changed.
     """
 
     def __init__(self, model: Sequence[torch.Tensor]) -> None:
@@ -128,12 +130,12 @@ class WrittenWeights:
         self.on_written()
 
     def on_written(self) -> None:
-        """Take the present weights for the optimizer's own."""
+        """Remember the present weights as written by the optimizer."""
         self._versions = versions_of(self._model)
         self._values = [_some_values(parameter) for parameter in self._model]
 
     def change(self) -> float:
-        """Return by how much others changed the weights since then, in norms of the values; 0 if they did not."""
+        """Return how much the user changed the weights since `on_written`, relative to the values' norm, or 0."""
         versions = versions_of(self._model)
         if versions == self._versions:
             return 0.0
@@ -148,9 +150,9 @@ class WrittenWeights:
 
 @torch.no_grad()
 def _some_values(parameter: torch.Tensor) -> torch.Tensor:
-    """Return a copy of values at equal distances in memory."""
+    """Return a copy of some values that have equal distances in memory."""
     values = reals(parameter.detach())
-    # A view in the order of memory: flatten() would copy a tensor with its channels last.
+    # A view in the order of memory, because flatten() alone would copy a tensor in the channels-last format.
     by_stride = sorted(range(values.ndim), key=values.stride().__getitem__, reverse=True)
     values = values.permute(by_stride).flatten()
     step = max(1, len(values) // _SAMPLES)
