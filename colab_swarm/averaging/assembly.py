@@ -1,8 +1,8 @@
 """A meeting: the peers that call for it at about the same time become one group.
 
-Each peer that waits publishes since when in the DHT, and stands at once at the organizer, which is the one that waits
-first and can be dialled (`rendezvous`). The meeting closes when all that it waits for are there, or at a time. After
-it nobody stands there any more: a late peer comes to the next one.
+Each waiting peer publishes in the DHT since when it waits. The organizer is the peer that has waited longest and can be
+dialled; each other peer opens a stream to it immediately (see `rendezvous`). The meeting closes when all awaited peers
+have come, or at a fixed time. After that all peers leave the organizer, so a late peer takes part in the next meeting.
 """
 
 import asyncio
@@ -30,20 +30,20 @@ WINDOW_S = 5.0  # from the first ticket of a meeting until it closes
 _TELL_S = 5.0  # between two records of a peer that waits
 _TTL_S = 30.0
 _READ_S = 0.25  # between two readings of the records
-_LATER_S = 1.0  # than the last meeting ended here: who writes then was not there
+_LATER_S = 1.0  # a peer that writes a record this long after the last meeting was not in that meeting
 
 
 class WaitingPeer(Message, frozen=True):
     """DHT record: the peer waits for a meeting."""
 
-    since: float  # swarm time; infinite: it waits no longer
+    since: float  # swarm time; infinite if it does not wait any more
     addresses: tuple[str, ...]
     terms: str = ""  # what all members must agree on
-    told_at: float = 0.0  # its swarm time when it wrote this
+    told_at: float = 0.0  # swarm time when the peer wrote this record
 
 
 class Gathering:
-    """Finds one group; an async context manager: this peer stands where the group forms.
+    """Finds one group. Within this async context manager, the peer stands at the organizer of the group.
 
     Attributes:
         group: the group, once it has formed. This peer is not in it if its ticket came too late.
@@ -72,7 +72,7 @@ class Gathering:
         self._rendezvous.close()
 
     def offer(self, ticket: Ticket) -> None:
-        """Take part in the group."""
+        """Take part in the group with this ticket."""
         self._rendezvous.share.ticket = ticket
         self._rendezvous.tell()
 
@@ -93,10 +93,10 @@ class Gathering:
 
 
 class Assembly:
-    """One peer's part in the meetings of a name; each has exactly ``size`` members, if it is given.
+    """One peer's part in the meetings of one name. If ``size`` is given, each meeting has exactly this many members.
 
     Attributes:
-        waiting: the records of the peers that wait on the same terms, this one among them, as last read.
+        waiting: the records of the peers that wait on the same terms, this peer included, as they were last read.
     """
 
     def __init__(
@@ -118,9 +118,9 @@ class Assembly:
         self.waiting: dict[PeerId, WaitingPeer] = {}
         self._others: dict[PeerId, float] = {}  # peers with other terms: when they wrote first
         self._known = asyncio.Event()  # the records have been read
-        self._awaited: set[PeerId] = set()  # members of the last meeting, and who came too late for it
-        self._ended_at = -math.inf  # that meeting, in swarm time
-        self._telling: asyncio.Task[None] | None = None  # that this peer waits no longer
+        self._awaited: set[PeerId] = set()  # members of the last meeting, and peers that came too late for it
+        self._ended_at = -math.inf  # when the last meeting ended, in swarm time
+        self._telling: asyncio.Task[None] | None = None  # publishes that this peer does not wait any more
 
     def close(self) -> None:
         if self._telling is not None:
@@ -129,9 +129,9 @@ class Assembly:
     async def meet(self, terms: str = "", weight: float = 0.0) -> Group:
         """Wait for other peers and return the group, which is the same at all its members.
 
-        Peers with the same ``terms``, readable text, meet. ``weight`` is this peer's in the group. Without a size, a
-        peer that nobody joins is alone in its group. With one, this waits as long as it takes. It raises ValueError
-        if a waiting peer has other terms, and RoundRefused if the group is full.
+        Peers with the same ``terms``, a readable text, meet. ``weight`` is this peer's weight in the group. Without a
+        size, a peer that no other peer joins is alone in its group. With a size, this call waits as long as it takes.
+        With a size it raises ValueError if a waiting peer has other terms, and RoundRefused if the group is full.
         """
         self.close()
         self._own = WaitingPeer(self._peers.time(), self._peers.contact.addresses, terms)
@@ -155,7 +155,7 @@ class Assembly:
             self._telling = asyncio.create_task(self._tell(_TTL_S))
 
     async def _gather(self, weight: float, awaited: frozenset[PeerId], watching: asyncio.Task[None]) -> Group:
-        """Return the next group that forms, with this peer or without it."""
+        """Return the next group that forms; this peer may not be a member of it."""
         schema = hashlib.sha256(self._own.terms.encode()).digest()[:16]
         terms = RoundTerms(self._prefix, 0, b"", 1, schema)
         window_s = math.inf
@@ -173,7 +173,7 @@ class Assembly:
             return gathering.group.result()
 
     async def organizers(self) -> Sequence[Contact]:
-        """Return the waiting peers that can be dialled, the first one first; this peer if there is none."""
+        """Return the waiting peers that can be dialled, the longest waiting first; this peer if there are none."""
         await self._known.wait()
         waiting = sorted(self.waiting, key=lambda peer: (self.waiting[peer].since, peer))
         contacts = [Contact(peer, self.waiting[peer].addresses) for peer in waiting]
@@ -207,7 +207,7 @@ class Assembly:
         self._on_records({**records, self._peers.id: self._own})
 
     def _on_records(self, records: Mapping[PeerId, WaitingPeer]) -> None:
-        """Take the records; raises ValueError if a waiting peer has other terms where a size is given."""
+        """Take the records; with a size, raises ValueError if a waiting peer has other terms."""
         self.waiting = {}
         for peer, record in records.items():
             if record.terms == self._own.terms:
@@ -215,7 +215,7 @@ class Assembly:
                     self._awaited.add(peer)
                 if math.isfinite(record.since):
                     self.waiting[peer] = record
-            # Its first record may be a leftover.
+            # The first record of a peer may be left from an earlier session; a second one shows that the peer waits.
             elif self._size is not None and self._others.setdefault(peer, record.told_at) != record.told_at:
                 raise ValueError(
                     f"{short(peer)} has other settings: {record.terms[:512]!r}; this peer: {self._own.terms!r}. "

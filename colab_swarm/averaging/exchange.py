@@ -1,7 +1,7 @@
-"""One round at one member: it contributes to all spans, reduces its own, and collects the means.
+"""One round at one member: it contributes to all spans, reduces its own span, and collects the means.
 
-One stream to each other reducer carries the contribution there and the means back: outgoing connections are enough.
-No task, timer or copy per chunk.
+A member opens one stream to each other reducer. The stream carries the member's contribution to the reducer, and the
+means back, so outgoing connections are enough. No task, timer or copy is made per chunk.
 """
 
 import asyncio
@@ -29,36 +29,36 @@ from colab_swarm.tensors.vector import HostVector, Vector
 
 logger = logging.getLogger(__name__)
 
-LEAD = 0.01  # how far a stream may be ahead of the slowest one, as a share of its span
-STALL_S = 1.0  # the other streams stop waiting for one that sent nothing for this time
-TICK_S = 0.1  # between two looks for late members
-AWAKE_S = 1.0  # a timer of a running process is not so late
-SILENT_S = 1.0  # a late contributor of which nothing came for this time does not reduce either
-CHAINED = 1.5  # times the limit of a reducer, which may wait for a contributor itself
+LEAD = 0.01  # how far a stream may be ahead of the slowest one, as a part of its span
+STALL_S = 1.0  # if a stream sent nothing for this time, the other streams stop waiting for it
+TICK_S = 0.1  # between two checks for late members
+AWAKE_S = 1.0  # a timer that is this late shows that the process was stopped
+SILENT_S = 1.0  # a late contributor that sent nothing for this time is not awaited as a reducer either
+CHAINED = 1.5  # factor on the limit of a reducer, because it may itself wait for a contributor
 PREDICTED = 3.0  # a round may take three times its forecast from the bandwidths
-_MOST_ROUND_S = 3600.0  # whatever the bandwidths are said to be
+_MOST_ROUND_S = 3600.0  # maximum, whatever bandwidths the members claim
 
 
 class Pace:
-    """Keeps the contributions to all reducers even: else a large span would start and end last. Pure.
+    """Lets the contributions to all reducers advance evenly; else those to large spans would end last. Pure.
 
-    In a span of few chunks each one is a large part; these take turns, in the order of ``chunks``.
+    If a span has few chunks, each chunk is a large part of it. Such spans take turns, in the order of ``chunks``.
     """
 
     def __init__(self, chunks: Mapping[int, int], *, now: float) -> None:
         self._chunks = {reducer: count for reducer, count in chunks.items() if count}
-        # How far a stream may be ahead: by up to a third of one of its chunks more, the later its turn.
+        # How far each stream may be ahead: `LEAD`, and up to a third of a chunk more for a later turn.
         self._lead = {}
         for turn, (reducer, count) in enumerate(self._chunks.items()):
             self._lead[reducer] = LEAD + turn / len(chunks) / count / 3
-        self._sent = dict.fromkeys(self._chunks, 0.0)  # as a share of the span
+        self._sent = dict.fromkeys(self._chunks, 0.0)  # as a part of the span
         self._sent_at = dict.fromkeys(self._chunks, now)
 
     def may_send(self, reducer: int, *, now: float) -> bool:
         return self._sent[reducer] <= self._last(now) + self._lead[reducer]
 
     def on_chunk(self, reducer: int, index: int, *, now: float) -> bool:
-        """Count a chunk as sent or skipped; returns True if that may let other streams send."""
+        """Count a chunk as sent or skipped; returns True if other streams may be allowed to send now."""
         before = self._sent[reducer]
         self._sent[reducer] = (index + 1) / self._chunks[reducer]
         self._sent_at[reducer] = now
@@ -73,13 +73,14 @@ class Pace:
 
 
 class Round:
-    """One round at one member, whose vector becomes the means; an assistant, which does not collect, only reduces.
+    """One round at one member, in whose vector the means replace the values. An assistant does not collect means.
 
     Raises ValueError if this peer is no member.
 
     Args:
-        fine: values at the front that belong to small tensors (see `Precision`).
-        most_rms: largest root mean square of a contribution or a mean.
+        fine: number of values at the front that belong to small tensors (see `Precision`).
+        collects: False for an assistant, which only reduces.
+        most_rms: maximum root mean square of a contribution or a mean.
     """
 
     def __init__(
@@ -105,7 +106,7 @@ class Round:
         self.settings = settings
         self.collects = collects
         self.contributors = frozenset(i for i, member in enumerate(group.members) if member.weight > 0)
-        # A large model takes long over slow lines, beside the trainer.
+        # A round of a large model may take long over slow lines, while the trainer computes on.
         self._forecast_s = min(PREDICTED * forecast_s(group), _MOST_ROUND_S)
         self.limit_s = max(settings.round_timeout_s, self._forecast_s)
         self.ledger = SpanLedger(group, vector)
@@ -113,13 +114,14 @@ class Round:
         self.lateness = Lateness(group, me, patience, now=now)
         self.recovery = Recovery(self)
         self.most_rms = most_rms
-        self._exchange_s = math.inf  # until the last of the other reducers was done or lost
+        self._exchange_s = math.inf  # seconds until the last of the other reducers was done or lost
         self._digesting: asyncio.Future[None] | None = None
 
-        # Reducers that failed here before all their means arrived; of an assistant, those that it recovers.
+        # Reducers that failed here before all their means arrived; at an assistant, those whose spans it recovers.
         self.lost: set[int] = set()
-        self.silent: set[int] = set()  # late members of which nothing came: they are asked for nothing more
-        # Set when a reducer's own means have arrived here or will not, and when no other member's will either.
+        self.silent: set[int] = set()  # late members that sent nothing: they are not asked any more
+        # ``settled``: all means from the reducer itself have arrived here, or will not arrive. ``final``: the same for
+        # means of its span from any member.
         self.settled = [asyncio.Event() for _ in group.members]
         self.final = [asyncio.Event() for _ in group.members]
         self._waits: dict[int, asyncio.Timeout] = {}  # for the means of reducers
@@ -130,18 +132,19 @@ class Round:
         self._turn = asyncio.Event()  # streams wait for their turn to send
 
         longest = min(chunk_values(terms.codec, terms.mean_codec), terms.numel)
-        self._scratch = np.empty(longest, np.float32)  # for one chunk, without an await
+        self._scratch = np.empty(longest, np.float32)  # for one chunk; used without an await between
         self._streaming: set[int] = set()  # members that opened a stream here
-        self._averaged_at = math.inf  # when all chunks of the own span were averaged
+        self._averaged_at = math.inf  # when all chunks of this member's span were averaged
         self._means: list[
             tuple[Chunk, Buffer]
-        ] = []  # encoded, as they were finished: each stream has this order
+        ] = []  # encoded, in the order in which they were finished, which each stream keeps
         self._more_means = asyncio.Event()
         self._released = False
-        self.open_streams = 0  # that members have open here, of contributions and of recoveries
-        self.idle = asyncio.Event()  # set when the last one ends
+        self.open_streams = 0  # number of streams that members have open here, for contributions or recovery
+        self.idle = asyncio.Event()  # set when the last of them ends
         span = group.spans()[me]
-        # A member that collects means into its vector needs its values until they arrive; an assistant's are empty.
+        # A member needs its vector's values until the means arrive, so sums have their own memory. An assistant's
+        # vector has no values.
         sums = np.empty(span.numel, np.float32) if collects else vector.read(*span)
         weights = [member.weight for member in group.members]
         self.reducer = SpanReducer(self.ledger.chunks[me], weights, sums, most_rms)
@@ -153,7 +156,7 @@ class Round:
 
     @property
     def others(self) -> list[int]:
-        """The other members, starting after this one, so that each begins with another."""
+        """The other members, in order, from the one after this member on, so that each begins with another."""
         count = len(self.group.members)
         return [*range(self.me + 1, count), *range(self.me)]
 
@@ -165,7 +168,7 @@ class Round:
         return self.group.members[member].id
 
     async def run(self) -> None:
-        """Take part until the vector has all means that there are, or the round's time is over."""
+        """Take part until the vector has all means that exist, or until the round's time is over."""
         stop_listening = self.peers.on_lost(self._on_lost)
         awaited = self.final if self.collects else [self.final[self.me]]
         try:
@@ -186,13 +189,13 @@ class Round:
                 self.trace.on_dropped(member, f"too slow: the round ended after {self.limit_s:g} s")
         finally:
             stop_listening()
-            if self.collects:  # a late chunk must not change what the trainer applies
+            if self.collects:  # a late chunk must not change the values that the trainer applies
                 self.ledger.writable = False
             for event in (*self.settled, *awaited):
                 event.set()
 
     async def result(self) -> GroupResult:
-        """Return how the round went, when it is over."""
+        """Return how the round went; call it when the round is over."""
         seconds = loop_now() - self.trace.began_at
         incomplete = self.ledger.incomplete()
         contributors = []
@@ -226,17 +229,17 @@ class Round:
     # Contribute to a span, and collect its means.
 
     async def _contribute_own(self) -> None:
-        """Add the own contribution to the own span, yielding to the event loop in between."""
+        """Add this member's contribution to its own span; between chunks, other tasks may run."""
         chunks = self.ledger.chunks[self.me] if self.contributes else ()
         try:
             for index, chunk in enumerate(chunks):
                 self.take(self.me, *self.encoded(self.me, index, chunk))
                 await asyncio.sleep(0)
-        except ValueError as error:  # the codec cannot encode it
+        except ValueError as error:  # the codec cannot encode the values
             self._drop(self.me, str(error))
 
     async def _obtain(self, reducer: int) -> None:
-        """Collect the means of a reducer's span, from other members if it is lost."""
+        """Collect the means of a reducer's span, from other members if the reducer is lost."""
         if self.ledger.chunks[reducer]:
             await self._talk_to(reducer)
             self._exchange_s = loop_now() - self.trace.began_at
@@ -246,7 +249,7 @@ class Round:
         self.final[reducer].set()
 
     async def _talk_to(self, reducer: int) -> None:
-        """Contribute to a reducer's span and collect its means; note it as lost if some did not arrive."""
+        """Contribute to a reducer's span and collect its means; note the reducer as lost if some did not arrive."""
         peer = self.id_of(reducer)
         try:
             async with asyncio.timeout(None) as self._waits[reducer]:
@@ -255,7 +258,7 @@ class Round:
                 except PeerLost:
                     if peer not in self.peers.linked():
                         raise
-                    # one of two links was lost, not the peer
+                    # only one of two links to this peer was lost
                     await self._converse(reducer)
         except (PeerError, TimeoutError, ValueError) as error:
             reason = str(error)
@@ -289,11 +292,11 @@ class Round:
                 upload.cancel()
 
     async def _upload(self, stream: Stream, reducer: int) -> None:
-        """Send the contribution to one reducer's span, and end the stream's way there."""
+        """Send the contribution to one reducer's span, and end this direction of the stream."""
         try:
             await self._send_chunks(stream, reducer)
             await stream.end()
-        except PeerError as error:  # who receives the means sees the same and acts on it
+        except PeerError as error:  # the task that receives the means sees this error, too, and handles it
             logger.debug("contribution to span %d broke off: %s", reducer, error)
         finally:
             self._pace.on_over(reducer)
@@ -313,19 +316,19 @@ class Round:
                     self.trace.sent_bytes += len(payload)
                 if self._pace.on_chunk(reducer, index, now=loop_now()):
                     wake(self._turn)
-        except ValueError as error:  # the codec cannot encode it; the reducer counts the rest as missing
+        except ValueError as error:  # the codec cannot encode the values; the rest is missing at the reducer
             logger.warning("this peer contributes nothing more to the round: %s", error)
 
     def encoded(self, reducer: int, index: int, chunk: Span) -> tuple[Chunk, Buffer]:
         """Return this peer's contribution to a chunk; raises ValueError if the codec refuses it."""
         codec = self._precision.at(chunk.start)
         if reducer == self.me and not isinstance(codec, Sparse):
-            # The own span's is exact; a sparse mean must not become dense by it.
+            # A member's contribution to its own span is exact, except with a sparse codec, whose mean must stay sparse.
             codec = codec_of("float32")
         return Chunk(index, codec=codec.name), self.ledger.vector.encode(chunk.start, chunk.stop, codec)
 
     def place_mean(self, reducer: int, message: Chunk, payload: Buffer) -> None:
-        """Place a chunk's mean, whoever gave it; raises ValueError if it cannot be one."""
+        """Put a chunk's mean, from any member, into the vector; raises ValueError if it is not valid."""
         require(
             self.contributors.issuperset(message.missing), "its mean lacks members that contribute nothing"
         )
@@ -340,10 +343,10 @@ class Round:
     # Reduce the own span.
 
     async def serve(self, stream: Stream, member: int) -> None:
-        """Take a member's contribution to the own span, and return the means to it."""
+        """Receive a member's contribution to this member's span, and send the means back."""
         self._streaming.add(member)
         self.lateness.heard_at[member] = loop_now()
-        if self._released:  # it comes late, and may read when the vector has other values
+        if self._released:  # the member comes late, and may read when the vector already has other values
             self._means = [(mean, bytes(payload)) for mean, payload in self._means]
             self._released = False
         returning = asyncio.create_task(self._return_means(stream))
@@ -395,7 +398,7 @@ class Round:
             self._drop(member, str(error))
 
     def _drop(self, member: int, reason: str) -> None:
-        """Continue without the chunks that ``member`` did not deliver."""
+        """Go on without the chunks that ``member`` did not deliver."""
         if member in self.reducer.awaited():
             logger.debug("contributor %s is out: %s", short(self.id_of(member)), reason)
             self.trace.on_dropped(member, reason)
@@ -413,7 +416,7 @@ class Round:
             self.final[self.me].set()
 
     def _place_own(self, index: int) -> None:
-        """Encode the mean of a chunk, and let this member take what the others will decode."""
+        """Encode the mean of a chunk; this member, too, takes the decoded values, so that all have equal bits."""
         mean = self.reducer.mean(index)
         missing = self.reducer.missing(index)
         codec = self._mean_precision.at(self.ledger.chunk(self.me, index).start)
@@ -439,12 +442,12 @@ class Round:
             self.idle.set()
 
     def release(self) -> None:
-        """Free the memory of an averaged span that nobody reads; the vector has the means, for late members."""
+        """Free the memory of an averaged span that no member reads; late members get the means from the vector."""
         if self.open_streams or self.reducer.unfinished:
             return
         vector = self.ledger.vector
         if not isinstance(vector, HostVector):
-            # It would give copies.
+            # A vector on a device would return copies, which free nothing.
             return
         self.reducer.sums = [vector.read(*chunk) for chunk in self.ledger.chunks[self.me]]
         for at, (mean, payload) in enumerate(self._means):
@@ -486,8 +489,8 @@ class Round:
 
     def _look_for_late_reducers(self, now: float) -> None:
         lateness = self.lateness
-        # A reducer waits for the same contributors as this peer, or for one of which only this peer has all. Without a
-        # span of its own, this peer cannot know.
+        # While this peer waits for contributors, a reducer may wait for the same ones. So its limit begins when this
+        # peer's own span is averaged. A peer that has no span cannot know when that would be.
         begins_at = self._averaged_at
         if not self.ledger.chunks[self.me]:
             begins_at = lateness.since + max(self._forecast_s, lateness.longest_s())
@@ -498,17 +501,17 @@ class Round:
                 self._give_up(reducer, now)
 
     def _is_late(self, member: int, begins_at: float, now: float, *, times: float = 1.0) -> bool:
-        """Return True, and note it, if a wait for a member has exceeded its limit and what the lines need."""
+        """Return True, and note it, if the wait for a member exceeds its limit and the time that the lines need."""
         heard_at = self.lateness.heard_at[member]
-        # A chunk may take long over a slow line: the first one its part of the round, which the line's other streams
-        # share evenly at first, a later one any part.
+        # A chunk may take long over a slow line. At first all streams of the line get an equal part of it, so the first
+        # chunk takes its part of the round. A later chunk may take any part of the round.
         line_s = self._forecast_s
         if heard_at == self.lateness.since:
             line_s /= max(map(len, self.ledger.chunks))
         late_at = max(begins_at, heard_at) + max(times * self.lateness.limit_s(member), line_s)
         if member in self.lateness.left_out or now < late_at:
             return False
-        # The group may come to a member over anybody's slow line.
+        # The member may have received the group late, over the slow line of any other member.
         slow_s = max(allowance_s(self.peers.statistics(self.id_of(other)).rtt_s) for other in self.others)
         if now < late_at + slow_s:
             return False
@@ -516,7 +519,7 @@ class Round:
         return True
 
     def _give_up(self, reducer: int, now: float) -> None:
-        """Wait no longer for a reducer's means."""
+        """Stop waiting for a reducer's means."""
         wait = self._waits.get(reducer)
         if wait is not None and not wait.expired():
             self.lost.add(reducer)
@@ -526,7 +529,7 @@ class Round:
         return now - self.lateness.heard_at[member]
 
     def _on_lost(self, peer: PeerId) -> None:
-        """Drop a peer whose link is lost if it cannot be dialled and has opened no stream."""
+        """Drop a contributor whose link is lost, if it cannot be dialled and has no stream open here."""
         member = self.group.index_of(peer)
         if member is None or member in self._streaming:
             return

@@ -1,7 +1,8 @@
-"""The pure core of an organizer: who stands here, whose state counts, and the group once the batch is full.
+"""The pure core of an organizer: which peers stand at it, whose state counts, and the group once the batch is full.
 
-Members of a group are all that stand here. Those that *hold* the state of the branch contribute by their tickets, the
-others follow with weight 0. `Batch` decides who computes what.
+A peer *stands at* an organizer while its stream to the organizer is open. All these peers become members of the next
+group. Members that *hold* the state of the branch contribute by their tickets; the other members *follow* with weight
+0. `Batch` decides which peer computes how many samples.
 """
 
 import hashlib
@@ -29,15 +30,16 @@ from colab_swarm.averaging.group import (
 from colab_swarm.net.patience import Patience
 from colab_swarm.net.peers import MAX_ADDRESSES, Contact, PeerId
 
-MOST_TARGETS = 100.0  # more in a micro-batch, or beyond a grant, is a mistake or a lie
+# In target batches: a report of a larger micro-batch, or of more samples beyond a grant, is a mistake or a lie.
+MOST_TARGETS = 100.0
 
 
 def branch_of(
     states: Mapping[PeerId, tuple[int, bytes]], first: Callable[[PeerId], bool]
 ) -> tuple[int, bytes]:
-    """Return the step that at least half of the peers have reached, and on it the lineage that most of them hold.
+    """Return the highest step that at least half of the peers have reached, and the lineage most common at this step.
 
-    Ties fall to those of whom ``first(peer)`` is true, then to the smallest id.
+    If lineages are equally common, that of a peer for which ``first(peer)`` is true wins, then that of the smallest id.
     """
     steps = sorted((step for step, _ in states.values()), reverse=True)
     step = steps[(len(steps) - 1) // 2]
@@ -48,17 +50,18 @@ def branch_of(
 
 
 def order_of(group_key: bytes, peers: Iterable[PeerId]) -> list[PeerId]:
-    """Return the order in which peers would organize the step after a group; all compute the same."""
+    """Return the order in which peers would organize the step after a group; all peers compute the same order."""
     return sorted(set(peers), key=lambda peer: hashlib.sha256(group_key + peer).digest())
 
 
 def elect(
     tickets: Mapping[PeerId, Ticket], agree: Callable[[Ticket, Ticket], bool], first: PeerId
 ) -> tuple[Ticket | None, tuple[int, ...]]:
-    """Return a ticket with the rates that most peers have, and with the sketch of most of these; and who has them.
+    """Return a witness, which is a ticket that agrees with those of most peers, and the indices of these peers.
 
-    Of equally many, those count that show a sketch, that changed nothing by their own account, then those with
-    ``first``. ``agree`` compares the sketches of two tickets where both have one.
+    First the largest set of peers with equal learning rates is chosen, then in it the largest set with equal sketches.
+    Of two sets of equal size, one with a sketch wins, then one in which a peer reports no change outside a step, then
+    one with the peer ``first``. ``agree`` compares two tickets; it compares their sketches if both have one.
     """
     shown = {peer: ticket for peer, ticket in tickets.items() if ticket.weight and ticket.rates}
     if len(shown) < 2:
@@ -80,7 +83,7 @@ def elect(
 
 
 def _alike(tickets: Mapping[PeerId, Ticket], agree: Callable[[Ticket, Ticket], bool]) -> list[list[PeerId]]:
-    """Sort peers by whose tickets agree."""
+    """Divide the peers into sets whose tickets agree."""
     classes: list[list[PeerId]] = []
     for peer, ticket in tickets.items():
         for peers in classes:
@@ -93,12 +96,12 @@ def _alike(tickets: Mapping[PeerId, Ticket], agree: Callable[[Ticket, Ticket], b
 
 
 def holders_of(group: Group) -> set[PeerId]:
-    """Return the members that have the parameters; the others follow."""
+    """Return the members that hold the parameters; the other members follow."""
     return {group.members[index].id for index in group.holders}
 
 
 def step_after(group: Group) -> int:
-    """Return the step of the members' state after a group's round; without any weight they take none."""
+    """Return the step of the members after a group's round; if no member has a weight, they take no step."""
     return group.terms.step + any(member.weight for member in group.members)
 
 
@@ -107,13 +110,15 @@ class FormationSettings:
     """What all peers of a collaboration agree on.
 
     Attributes:
-        terms: of its rounds; step and lineage are those of the branch.
-        target: samples of a step.
-        least: members before the first grant.
-        agree: whether two members have equal rates and states, by their tickets.
-        window_s: of a meeting, from its first ticket until it closes; None: no meeting, but the steps of a training.
-        size: a meeting has exactly so many members.
-        awaited: without a size, a meeting closes as soon as these are there.
+        terms: the terms of its rounds; step and lineage are filled in from the branch.
+        target: number of samples in a step.
+        strategy: decides how much each member reduces.
+        least: minimum number of members before the first grant.
+        agree: returns True if two members have equal learning rates and states, by their tickets.
+        window_s: time from a meeting's first ticket until the meeting closes, in seconds. None if this is no meeting
+            (a single group), but a training with one group per step.
+        size: exact number of members of a meeting; None for any number.
+        awaited: without a size, a meeting closes as soon as these peers have a ticket.
     """
 
     terms: RoundTerms
@@ -128,7 +133,7 @@ class FormationSettings:
 
 @dataclass
 class Action:
-    """What the organizer does now: it sends these grants, or the group; if nothing happens it looks again then."""
+    """What the organizer does now: it sends these grants, or the group. It asks again at ``look_at`` or at an event."""
 
     grants: dict[PeerId, float] = field(default_factory=dict)
     group: Group | None = None
@@ -139,13 +144,14 @@ class Formation:
     """Forms the groups of an organizer, step after step; ``now`` is monotonic seconds.
 
     Attributes:
-        key: id of the last group; empty at the begin.
-        contacts: of those that stand here.
-        batch: of the present step.
-        awaited: for whom a meeting waits; the service takes out whose link is lost.
-        next_step: of the next group; 0 before the first one here: the state of any step will do.
-        missing: live holders of the last group that do not stand here and have not said that they have no group of
-            this step. The service sets it; no group is formed before they have answered.
+        key: id of the last group; empty at the beginning.
+        contacts: contacts of the peers that stand here.
+        batch: the batch of the present step.
+        awaited: peers for which a meeting waits; the service removes a peer whose link is lost.
+        next_step: step of the next group. It is 0 before the first group here, because a late joiner may then load
+            the state of any step.
+        missing: live holders of the last group that do not stand here, and may already have a group of this step. The
+            service removes those that say they have none. No group is formed until this is empty.
     """
 
     def __init__(
@@ -161,14 +167,14 @@ class Formation:
         self.contacts: dict[PeerId, Contact] = {}
         self.missing: Collection[PeerId] = ()
         self.awaited = set(settings.awaited)
-        self._closes_at = math.inf  # a meeting
+        self._closes_at = math.inf  # when a meeting closes
         self._me = me
         self._patience = patience
         self._assistants: dict[PeerId, Ticket] = {}
         self._before = holders_of(last) if last else set()
-        self._before_state = last.terms.key if last else None  # of these, until their round is over
+        self._before_state = last.terms.key if last else None  # their state until their round is over
         self.next_step = step_after(last) if last else 0
-        # Members of the last group: what they say after the one before is late.
+        # Members of the last group: their reports that name an older group come late, and are ignored.
         self._told: set[PeerId] = set()
         self.batch = Batch(settings.target, self.key, patience, now)
         if last is not None:
@@ -182,7 +188,7 @@ class Formation:
     # What peers say.
 
     def on_attend(self, peer: PeerId, message: Attend) -> str:
-        """Take a peer that comes to stand here; return why not, or nothing."""
+        """Let a peer stand here; return the reason if it is refused, else an empty text."""
         addresses = message.contact.addresses
         if message.contact.id != peer:
             return "a contact is personal"
@@ -207,9 +213,9 @@ class Formation:
         return ""
 
     def on_report(self, peer: PeerId, report: StepReport, now: float) -> str:
-        """Take a report; return what is wrong with it, or nothing."""
+        """Take a report; return what is wrong with it, or an empty text."""
         if peer in self._told and report.key != self.key:
-            return ""  # it is of the step before
+            return ""  # it belongs to the step before
         ticket = report.ticket
         one = self.batch.participants.get(peer)
         granted = one.granted if one else 0.0
@@ -235,23 +241,23 @@ class Formation:
         self._judge()
 
     def on_linked(self, linked: Collection[PeerId]) -> None:
-        """Forget the members of the last group that have not come here, and to whom no link is up."""
+        """Forget members of the last group that neither stand here nor have a link to this peer."""
         for peer in self.batch.participants.keys() - self.contacts.keys() - set(linked):
             self.batch.on_lost(peer)
 
     def granted_before(self, peer: PeerId) -> float | None:
-        """Return the grant of a peer that comes from another organizer, as it stands here; None if it has none."""
+        """Return the grant that a peer from another organizer has here; None if it has none, or reported already."""
         one = self.batch.participants.get(peer)
         return one.granted if one is not None and one.report is None else None
 
     def on_left(self, peer: PeerId) -> None:
-        """Forget a peer that leaves: the others do not count it among those that live."""
+        """Forget a peer that leaves; it no longer counts as a live member of the last group."""
         self.on_lost(peer)
         self._before.discard(peer)
 
     @property
     def branch(self) -> tuple[int, bytes] | None:
-        """Step and lineage of the state that counts; None: nobody here has one."""
+        """Step and lineage of the state that counts; None if no peer here has a state."""
         states = {}
         for peer, one in self.batch.participants.items():
             report = one.report
@@ -264,16 +270,16 @@ class Formation:
 
     @property
     def holders(self) -> list[Participant]:
-        """Those that hold the state that counts."""
+        """The peers here that hold the state that counts."""
         return [one for one in self.batch.participants.values() if one.holds and one.report]
 
     def _averages(self, peer: PeerId, report: StepReport) -> bool:
-        """Return True if a member of the last group still has the state before it: its round is not over."""
+        """Return True if a member of the last group still has the state before it, because its round is not over."""
         state = report.step, report.lineage
         return report.ticket is None and peer in self._before and state == self._before_state
 
     def _follows(self, report: StepReport) -> bool:
-        """Return True if a peer keeps the means for a trainer that is idle, and holds an older state of this path."""
+        """Return True if a peer follows for a trainer that is idle: it keeps the means, and holds an older state."""
         return (
             self._before_state is not None and report.key == self.key and report.step < self._before_state[0]
         )
@@ -282,7 +288,7 @@ class Formation:
         return peer == self._me
 
     def _judge(self) -> None:
-        """Set who holds the state that counts."""
+        """Note for each peer whether it holds the state that counts."""
         branch = self.branch
         for peer, one in self.batch.participants.items():
             if one.report is not None:
@@ -292,7 +298,7 @@ class Formation:
     # What comes of it.
 
     def next_action(self, now: float, live: Collection[PeerId]) -> Action:
-        """Return what to do now; ``live``: the peers that are believed to live, whether they stand here or not."""
+        """Return what to do now; ``live`` are the peers believed to be alive, whether they stand here or not."""
         if self.settings.window_s is not None:
             return self._meet(now, self.settings.window_s)
         if not self.key and len(self.holders) < self.settings.least:
@@ -303,7 +309,7 @@ class Formation:
         return action
 
     def _meet(self, now: float, window_s: float) -> Action:
-        """Close a meeting when all that it waits for have a ticket, or at its time."""
+        """Close a meeting when all awaited peers have a ticket, or at its closing time."""
         here = self._ready()
         if not here:
             return Action()
@@ -317,7 +323,7 @@ class Formation:
         return Action(look_at=self._closes_at)
 
     def _ready(self) -> list[PeerId]:
-        """Return who has a ticket, in the order of coming, and no more than a meeting's size."""
+        """Return the peers that have a ticket, in the order in which they came, at most a meeting's size."""
         ready = []
         for peer in self.contacts:
             one = self.batch.participants.get(peer)
@@ -326,7 +332,7 @@ class Formation:
         return ready[: self.settings.size]
 
     def _has_quorum(self, live: Collection[PeerId]) -> bool:
-        """Return True if more than half of the last group's holders that live stand here."""
+        """Return True if more than half of the live holders of the last group stand here."""
         here = self._before & self.contacts.keys()
         alive = here | self._before.intersection(live)
         return 2 * len(here) > len(alive) or not alive
@@ -351,11 +357,11 @@ class Formation:
             )
         trainers = [peer for peer, ticket in tickets.items() if not ticket.assists]
         if len(trainers) == 1:
-            # It needs no help, and to be reached by nobody.
+            # A single trainer needs no reducer, and no other member must reach it.
             for peer, ticket in tickets.items():
                 tickets[peer] = msgspec.structs.replace(ticket, reduces=not ticket.assists)
         elif not any(ticket.reduces for ticket in tickets.values()):
-            # All that stand here reach the organizer.
+            # All peers that stand here can reach the organizer, so it reduces.
             tickets[self._me] = msgspec.structs.replace(tickets[self._me], reduces=True)
         plan = self.settings.strategy(list(tickets.values()))
         grants = self.batch.next_shares(now)
@@ -394,7 +400,7 @@ class Formation:
         )
 
     def _next_organizer(self) -> PeerId:
-        """Return this peer, unless another one can be dialled, and this one cannot, or takes twice as long."""
+        """Return this peer, unless it cannot be dialled, or is less than half as fast as another that can."""
         others = []
         for peer, one in self.batch.participants.items():
             if peer != self._me and one.holds and one.seconds and self.contacts[peer].addresses:
@@ -410,7 +416,7 @@ class Formation:
         return best.peer if 2 * best.seconds < own.seconds else self._me
 
     def on_group(self, group: Group, now: float) -> None:
-        """Begin the next step: all that stand here stay, with the grants of the group."""
+        """Begin the next step: all peers that stand here stay, with the grants of the group."""
         before = self.batch.participants
         self.key = group.round_id
         self._before = holders_of(group)
@@ -421,7 +427,7 @@ class Formation:
         self._carry_on(group, before, now)
 
     def _carry_on(self, group: Group, before: Mapping[PeerId, Participant], now: float) -> None:
-        """Await the members of a group with its grants, as far as something is known of them ``before``."""
+        """Await the members of a group, with its grants and with what was known of them ``before``."""
         for member, granted in zip(group.members, group.grants, strict=True):
             if member.id in before:
                 one = before[member.id]

@@ -1,11 +1,13 @@
-"""The organizer's part of a step: it hands out the batch while the step is computed, and says when it is full. Pure.
+"""The organizer's part of a step: it divides the batch among the peers, and says when the batch is full. Pure.
 
-Each peer that stands at the organizer has a *grant*: so many samples for this step. It reports how many it has
-counted, and when its grant is used up it sends a ticket. The grants together are the batch, rounded up once to whole
-micro-batches. So a batch is full whatever the speeds are, and all end at about the same time.
+Each peer that stands at the organizer has a *grant*: the number of samples that it should compute for this step. The
+peer reports how many it has counted. When its grant is used up, it sends a ticket. All grants together are the batch,
+rounded up once to whole micro-batches. So each batch becomes full at any speeds, and all peers end at about the same
+time.
 
-Grants rise at once: for what a peer that vanished, paused or is late had not counted. They fall where the step
-would else take half as long again, and what is taken back is given on once its peer has answered.
+If a peer vanishes, pauses or is late, the grants of the others rise immediately by the samples that it had not counted.
+Grants fall if the step would otherwise take half as long again. The samples that are taken back from a peer are granted
+to others once this peer has answered.
 """
 
 import hashlib
@@ -22,30 +24,31 @@ from colab_swarm.net.patience import Patience
 from colab_swarm.net.peers import PeerId
 
 REPLAN_S = 0.25  # between two plans of one step that may take grants back
-REPORT_S = 1.0  # between two reports of a peer that computes, at most
-_LONGER = 1.5  # times the best time of a step: then grants are taken back
-_EQUAL = 1.2  # ends within a fifth are equal
-_MOMENT_S = 0.02  # so is what the network's jitter adds
-_UNKNOWN_S = 1.0  # of a micro-batch, while nobody's is known
-# What a peer says of its micro-batches is believed within these bounds: a plan must be computed with it.
+REPORT_S = 1.0  # maximum time between two reports of a peer that computes
+_LONGER = 1.5  # if a step takes more than this many times its best time, grants are taken back
+_EQUAL = 1.2  # times that differ by less than a fifth count as equal
+_MOMENT_S = 0.02  # what the network's jitter may add to a time
+_UNKNOWN_S = 1.0  # assumed time of a micro-batch while no peer's time is known
+# A peer's figures for its micro-batches are believed down to these limits, so that a plan can be computed.
 _LEAST_S = 1e-6
-_LEAST_PART = 1e-6  # of the target
+_LEAST_PART = 1e-6  # part of the target
 
 
 class Worker(NamedTuple):
-    """Who can compute micro-batches of ``samples``, each in ``seconds``, from ``free_at`` on."""
+    """A peer that can compute micro-batches of ``samples``, each in ``seconds``, from the time ``free_at`` on."""
 
     free_at: float
     seconds: float
     samples: float
-    order: bytes = b""  # decides between equals
+    order: bytes = b""  # decides between equal workers
 
 
 def plan(workers: Sequence[Worker], samples: float) -> list[int]:
-    """Return the micro-batches of each worker that together have these samples soonest, rounded up once.
+    """Return how many micro-batches each worker computes, so that together they have these samples soonest.
 
-    The earliest time T at which ``sum(floor((T - free_at) / seconds) * samples)`` is enough, found by bisection. What
-    is too much is taken from those that have most. Nobody is left out whose first one ends within a fifth of T.
+    T is the earliest time at which ``sum(floor((T - free_at) / seconds) * samples)`` is enough; it is found by
+    bisection. Micro-batches that are too many are taken from the workers that have most, so the sum is rounded up only
+    once. A worker gets at least one micro-batch before that if its first one ends no later than a fifth after T.
     """
     if samples <= 0 or not workers:
         return [0] * len(workers)
@@ -78,23 +81,24 @@ def plan(workers: Sequence[Worker], samples: float) -> list[int]:
             return found
         index = max(spare, key=lambda one: (found[one], workers[one].order))
         each = workers[index].samples
-        fewer = max(1, min(found[index], int(extra / each) // len(spare)))  # many, where they are tiny
+        fewer = max(1, min(found[index], int(extra / each) // len(spare)))  # many if they are tiny
         found[index] -= fewer
         extra -= fewer * each
 
 
 @dataclass
 class Participant:
-    """A peer that stands at the organizer, by its reports of this step.
+    """A peer that stands at the organizer, as its reports of this step describe it.
 
     Attributes:
-        granted: samples that it may compute; it may not have heard of the newest yet.
-        obeys: the grant by which it goes, as far as is known: more than ``granted`` until it has heard.
-        report: the last one; None: it has said nothing since the last group.
-        holds: its state is the one that counts; `Formation` sets it.
-        late_at: when its count will have stood still for longer than it has shown.
-        seconds: of a micro-batch, 0 while not known; ``samples`` are in it.
-        begun_at: its present micro-batch.
+        granted: samples that it may compute; the peer may not know the newest grant yet.
+        obeys: the grant that the peer last confirmed. It is more than ``granted`` until the peer knows of a cut.
+        report: the last report; None if the peer has not reported since the last group.
+        holds: True if its state is the one that counts; `Formation` sets it.
+        late_at: when it is late: by then its count will have stood still for longer than its limit.
+        seconds: time of a micro-batch; 0 while not known.
+        samples: number of samples in a micro-batch.
+        begun_at: when its present micro-batch began.
     """
 
     peer: PeerId
@@ -113,7 +117,7 @@ class Participant:
 
     @property
     def ready(self) -> bool:
-        """Its ticket stands: it has all that was granted, or computes no more."""
+        """True if its ticket is valid: it has computed all that was granted, or computes no more for this step."""
         report = self.report
         if report is None or report.ticket is None or not self.holds:
             return False
@@ -121,7 +125,7 @@ class Participant:
 
     @property
     def able(self) -> bool:
-        """It can compute samples for this step."""
+        """True if it can compute samples for this step."""
         report = self.report
         if report is None:
             return self.granted > 0
@@ -129,19 +133,19 @@ class Participant:
 
     @property
     def computes_on(self) -> bool:
-        """Its ticket is final, and it computes for the next step."""
+        """True if its ticket is final, and it already computes for the next step."""
         return self.holds and self.report is not None and self.report.final and not self.report.away
 
     @property
     def left(self) -> float:
-        """Samples that it will still compute as far as it knows, or as it will hear."""
+        """Samples that it will still compute, by the larger of its old and its new grant."""
         return max(self.granted, self.obeys, self.counted) - self.counted
 
 
 class Batch:
-    """Hands out the ``target`` samples of one step among those that stand here; ``key`` is the id of the last group.
+    """Divides the ``target`` samples of one step among the peers that stand here; ``key`` is the last group's id.
 
-    ``patience`` knows how long a count of each peer may stand still. `Formation` says whose state counts.
+    ``patience`` knows how long the count of each peer may stand still. `Formation` decides whose state counts.
     """
 
     def __init__(self, target: float, key: bytes, patience: Patience[PeerId], now: float) -> None:
@@ -150,11 +154,11 @@ class Batch:
         self.patience = patience
         self.participants: dict[PeerId, Participant] = {}
         self.begun_at = now
-        self._late: dict[PeerId, float] = {}  # who was, and for how long it was awaited
+        self._late: dict[PeerId, float] = {}  # the late peers, and for how long each was awaited
         self._replanned_at = -math.inf
 
     def on_report(self, peer: PeerId, report: StepReport, now: float) -> None:
-        """Take what a peer says; it stands here from its first report on."""
+        """Take a peer's report; with its first report, the peer becomes a participant."""
         one = self.participants.setdefault(peer, Participant(peer))
         before = one.report
         one.seconds = report.batch_s
@@ -171,34 +175,34 @@ class Batch:
         if went_on or one.late_at == math.inf:
             one.late_at = now + self.limit_s(one)
         elif before is None:
-            # Nothing was known of the time that it needs.
+            # Before this report, nothing was known of the time that this peer needs.
             one.late_at = max(one.late_at, now + self.limit_s(one))
         if before is None and not one.granted:
-            # By an organizer before this one: it can be taken back like the own grants.
+            # Another organizer granted this before; this organizer can take it back like its own grants.
             one.granted = report.granted
         one.begun_at = now - report.age_s
         one.obeys = report.granted
         one.report = report
 
     def excuse(self, peers: Iterable[PeerId], now: float) -> None:
-        """Let the counts of these peers stand still until now: their round is not over, or this peer slept."""
+        """Let no peer of these be late yet, because its round is not over, or because this process was stopped."""
         for peer in peers:
             one = self.participants.get(peer)
             if one is not None:
                 one.late_at = max(one.late_at, now + self.limit_s(one))
 
     def on_lost(self, peer: PeerId) -> None:
-        """Forget a peer whose stream has ended; the others compute its part."""
+        """Forget a peer whose stream has ended; the other peers compute its part."""
         self.participants.pop(peer, None)
 
     # Who is awaited.
 
     def limit_s(self, one: Participant) -> float:
-        """Return how long a count may stand still; it is heard of once in `REPORT_S`."""
+        """Return how long a peer's count may stand still; this includes `REPORT_S`, the time between two reports."""
         return max(self.patience.limit_s(one.peer), 2 * one.seconds) + REPORT_S
 
     def awaited(self, now: float) -> list[Participant]:
-        """Return those that compute, or may compute more, and are not late."""
+        """Return the peers that compute, or may compute more, and are not late."""
         return [one for one in self.participants.values() if one.able and (one.ready or now < one.late_at)]
 
     @property
@@ -207,7 +211,10 @@ class Batch:
 
     @property
     def full(self) -> bool:
-        """The tickets together have the batch, or what they have is all: who computes on does so for the next step."""
+        """True if the tickets together have the target, or if no peer computes for this step any more.
+
+        In the second case the batch is short: all peers that go on computing do so for the next step.
+        """
         if self.ready_samples >= self.target > 0:
             return True
         reports = [one.report for one in self.participants.values() if one.ready and one.report is not None]
@@ -215,19 +222,22 @@ class Batch:
         return not computes and any(report.final and report.counted for report in reports)
 
     def look_at(self, now: float) -> float:
-        """Return when to look again, if nothing happens until then: somebody will be late."""
+        """Return when the next peer will be late if it does not report before; infinite if there is none."""
         times = [one.late_at for one in self.awaited(now) if not one.ready]
         return min(times, default=math.inf)
 
     @property
     def late(self) -> dict[PeerId, float]:
-        """Who was late, and for how long it was awaited; nobody where most were, as all may evaluate at once."""
+        """The peers that were late, and for how long each was awaited.
+
+        Empty if most peers were late, because then all of them may evaluate at the same time.
+        """
         return self._late if 2 * len(self._late) <= len(self.participants) else {}
 
     # The plan.
 
     def next_grants(self, now: float) -> dict[PeerId, float]:
-        """Return the grants that change now."""
+        """Return the grants that change now, by peer."""
         changed = self._release(now)
         awaited = [one for one in self.awaited(now) if one.samples]
         if not awaited:
@@ -241,7 +251,7 @@ class Batch:
         return changed
 
     def _release(self, now: float) -> dict[PeerId, float]:
-        """Grant no more than they have counted to those that are not awaited any more."""
+        """Lower the grants of peers that are not awaited any more to what they have counted."""
         awaited = {one.peer for one in self.awaited(now)}
         changed = {}
         for one in self.participants.values():
@@ -253,9 +263,9 @@ class Batch:
         return changed
 
     def _expected(self, awaited: Sequence[Participant]) -> float:
-        """Return the samples that have come, or will as far as is known.
+        """Return the samples that are counted, or are expected to be counted.
 
-        What a late or paused peer has counted is expected for as long as somebody else computes.
+        The counted samples of a late or paused peer are included while another peer still computes.
         """
         total = sum(one.counted + one.left for one in awaited)
         computes = any(not one.ready for one in awaited)
@@ -266,24 +276,24 @@ class Batch:
         return total
 
     def _worker(self, one: Participant, now: float) -> Worker:
-        """Return a peer for the plan: what it computes now counts as its first micro-batch."""
+        """Return the worker of a peer for the plan; its present micro-batch is the first one of the plan."""
         seconds = one.seconds or self._usual_s(one)
         order = _order(self.key, one)
         report = one.report
         if report is None or report.ticket is not None:
             return Worker(now, seconds, one.samples, order)
-        # A peer that is slower than it was shows it by the age of its micro-batch.
+        # If a peer has become slower, its present micro-batch is older than its usual time.
         return Worker(one.begun_at, max(seconds, report.age_s), one.samples, order)
 
     def _usual_s(self, one: Participant) -> float:
-        """Return what a micro-batch takes a peer that is usual."""
+        """Return how long a micro-batch of this peer would take at the median speed of all peers."""
         known = [other.seconds / other.samples for other in self.participants.values() if other.seconds]
         return one.samples * statistics.median(known) if known else _UNKNOWN_S
 
     def _take_back(self, awaited: Sequence[Participant], now: float) -> dict[PeerId, float]:
         """Lower grants if the step would take half as long again as it must.
 
-        What is taken back is given on when its peer has answered.
+        The samples that are taken back from a peer are granted to others once this peer has answered.
         """
         workers = [self._worker(one, now) for one in awaited]
         counts = plan(workers, self.target - self._expected(awaited) + sum(one.left for one in awaited))
@@ -296,7 +306,7 @@ class Batch:
             return {}
         changed = {}
         for one, count in zip(awaited, counts, strict=True):
-            # Who has not reported yet has begun all the same.
+            # A peer that has not reported yet has begun its first micro-batch all the same.
             computes = one.left > 0 and (one.report is None or one.report.ticket is None)
             granted = one.counted + max(count, int(computes)) * one.samples
             if granted < one.granted:
@@ -305,7 +315,7 @@ class Batch:
         return changed
 
     def _give(self, awaited: Sequence[Participant], missing: float, now: float) -> dict[PeerId, float]:
-        """Hand out what is missing: each peer's part comes after what it has left."""
+        """Grant the missing samples; each peer computes its part of them after what it has left."""
         workers = []
         for one in awaited:
             worker = self._worker(one, now)
@@ -320,7 +330,7 @@ class Batch:
         return changed
 
     def _void_ticket(self, one: Participant, now: float) -> None:
-        """A peer that was ready computes again, as soon as it hears of its grant."""
+        """Treat a peer that was ready as computing again, because it got a higher grant."""
         report = one.report
         if report is not None and report.ticket is not None:
             one.report = msgspec.structs.replace(report, ticket=None, age_s=0.0)
@@ -328,7 +338,7 @@ class Batch:
             one.late_at = now + self.limit_s(one)
 
     def next_shares(self, now: float) -> dict[PeerId, float]:
-        """Return the first grants of the next step, by what this one has shown."""
+        """Return the first grants of the next step, planned with the times of this step."""
         awaited = {one.peer for one in self.awaited(now)}
         able = []
         for one in self.participants.values():
@@ -342,7 +352,10 @@ class Batch:
 
 
 def _shares(workers: Sequence[Worker], samples: float) -> list[float]:
-    """Return the grants of a plan, which together are exactly these samples: who has shorter ones computes more."""
+    """Return the grants of a plan; together they are exactly these samples.
+
+    The plan's surplus is subtracted from one grant, so that grant may end within a micro-batch.
+    """
     shares = [count * worker.samples for count, worker in zip(plan(workers, samples), workers, strict=True)]
     extra = sum(shares) - samples
     for index, share in enumerate(shares):

@@ -1,7 +1,8 @@
-"""How peers form a group: messages, spans, and the order in which peers would organize it.
+"""The messages by which peers form a group, and the spans that its members reduce.
 
-A *lineage* is a chain of digests: it starts from the first parameters and takes in every mean
-applied since. Equal lineages mean equal parameters. A group admits one step of one lineage.
+A *lineage* is a chain of digests: it starts with the digest of the first parameters, and includes the digest of every
+mean that was applied since. Equal lineages mean equal parameters. All members of a group that contribute have the same
+step and the same lineage.
 """
 
 import hashlib
@@ -21,15 +22,15 @@ from colab_swarm.events import Bottleneck
 from colab_swarm.net.peers import Contact, Message, PeerId
 from colab_swarm.tensors.codecs import BLOCK_VALUES, MAX_BLOCKS, Precision
 
-CHUNK_BYTES = 122_880  # encoded, at most: one packet of a link, below malloc's mmap threshold
+CHUNK_BYTES = 122_880  # maximum size of an encoded chunk: one packet of a link, below malloc's mmap threshold
 MAX_STEP = 1 << 48
 MAX_NUMEL = 1 << 40
-MAX_TEXT = 512  # most characters of a prefix, and most bytes of a digest, in a message
-# The ratio of two weights must fit a float32.
+MAX_TEXT = 512  # maximum characters of a prefix, and maximum bytes of a digest, in a message
+# The ratio of two weights must fit in a float32.
 _MIN_WEIGHT = 1e-9
 _MAX_WEIGHT = 1e9
 _MAX_LOSS = 1e30
-_MOST_LOSSES = 100.0  # median ones
+_MOST_LOSSES = 100.0  # times the median loss
 
 RefusalReason: TypeAlias = Literal["late", "resync", "invalid", "unreachable"]
 
@@ -51,7 +52,7 @@ def plan_spans(numel: int, shares: Sequence[float]) -> list[Span]:
     Member i reduces span i for the whole group (butterfly all-reduce, DeDLOC section 3.2). A zero
     share gets an empty span; raises ValueError if a share is negative or all are zero.
     """
-    passed = list(accumulate(shares))  # not `sum`, which rounds otherwise: the last stop is ``numel``
+    passed = list(accumulate(shares))  # `sum` rounds in another way, and the last stop must be ``numel``
     if not shares or not min(shares) >= 0 or not 0 < passed[-1] < math.inf:
         raise ValueError(f"shares must be >= 0, finite and not all 0, got {list(shares)}")
     stops = [round(numel * (share / passed[-1])) for share in passed]
@@ -59,7 +60,7 @@ def plan_spans(numel: int, shares: Sequence[float]) -> list[Span]:
 
 
 def chunk_values(*precisions: str) -> int:
-    """Return the values per chunk, a multiple of 4096: no precision encodes them in over `CHUNK_BYTES`."""
+    """Return the number of values per chunk, a multiple of 4096, so that each encoding is at most `CHUNK_BYTES`."""
     codecs = [Precision(name).widest for name in precisions]
     for blocks in range(MAX_BLOCKS, 1, -1):
         values = blocks * BLOCK_VALUES
@@ -85,23 +86,23 @@ class RoundRefused(PeerError):
 
 
 _Digest = Annotated[bytes, msgspec.Meta(max_length=MAX_TEXT)]
-_Flags = Annotated[bytes, msgspec.Meta(max_length=8192)]  # a bit a tensor; empty: none is set
+_Flags = Annotated[bytes, msgspec.Meta(max_length=8192)]  # one bit for each tensor; empty if none is set
 
 
 class RoundTerms(Message, frozen=True):
-    """What a round averages, equal at all its members; as a message, an invitation to the round."""
+    """What a round averages; equal at all its members."""
 
     prefix: Annotated[str, msgspec.Meta(max_length=MAX_TEXT)]
     step: Annotated[int, msgspec.Meta(ge=0, lt=MAX_STEP)]
-    lineage: _Digest  # of the training history
+    lineage: _Digest  # digest chain of the training history
     numel: Annotated[int, msgspec.Meta(ge=0, lt=MAX_NUMEL)]
-    schema: _Digest = b""  # of the vector's layout
-    codec: str = "float32"  # of contributions on the wire
+    schema: _Digest = b""  # digest of the vector's layout
+    codec: str = "float32"  # codec of contributions on the wire
     mean_codec: str = "float32"
 
     @property
     def key(self) -> tuple[int, bytes]:
-        """Step and lineage: they name the round within its collaboration."""
+        """Step and lineage, which together identify the round within its collaboration."""
         return self.step, self.lineage
 
 
@@ -109,19 +110,19 @@ class Ticket(Message, frozen=True):
     """A peer's offer to take part in a round."""
 
     terms: RoundTerms
-    weight: float  # in the mean; a peer with weight 0 only receives
+    weight: float  # weight in the mean; a peer with weight 0 only receives
     reduces: bool = True  # the peer accepts connections
     upload_bps: float | None = None  # measured bandwidth of its links, bits per second; None: unknown
     download_bps: float | None = None
     assists: bool = False  # the peer trains nothing and needs no means; it only reduces
-    metered: bool = False  # by a relay or a tunnel: it reduces only in a group whose reducers all are
+    metered: bool = False  # it pays for traffic by a relay or tunnel, so reduces only if all must
     unused: _Flags = b""  # the tensors for which it has no gradient
-    loss: float | None = None  # mean of its contribution
-    samples: float = 0.0  # of which it contributes the mean, for people and for the batch
-    rates: Annotated[tuple[float, ...], msgspec.Meta(max_length=8)] = ()  # of learning, now and then
-    # Of its state, now and then: see `colab_swarm.training.comparison`
+    loss: float | None = None  # mean loss of the samples
+    samples: float = 0.0  # number of samples in its contribution, for people and for the batch
+    rates: Annotated[tuple[float, ...], msgspec.Meta(max_length=8)] = ()  # learning rates
+    # A sketch of its state, in some steps: see `colab_swarm.training.comparison`
     sketch: Annotated[tuple[float, ...], msgspec.Meta(max_length=60)] = ()
-    changed: bool = False  # its parameters changed outside a step, by its own account
+    changed: bool = False  # it reports that its parameters changed outside a step
 
 
 class GroupMember(Message, frozen=True):
@@ -131,7 +132,7 @@ class GroupMember(Message, frozen=True):
     addresses: tuple[str, ...]
     weight: float
     share: float
-    reduces: bool = True  # these seven as in its ticket
+    reduces: bool = True  # this field and the next six are those of its ticket
     upload_bps: float | None = None
     download_bps: float | None = None
     assists: bool = False
@@ -144,16 +145,16 @@ class GroupMember(Message, frozen=True):
 def offer_of(
     peer: Ticket | GroupMember,
 ) -> tuple[bool, float | None, float | None, bool, bool, bytes, float | None]:
-    """Return what a peer offers to the round, as its ticket and its entry in the group both say it."""
+    """Return what a peer offers to the round: the fields that its ticket and its entry in the group have in common."""
     speed = peer.upload_bps, peer.download_bps
     return peer.reduces, *speed, peer.assists, peer.metered, peer.unused, peer.loss
 
 
 def swarm_loss(losses: Iterable[tuple[float, float | None]]) -> float | None:
-    """Return the mean of the members' losses, each with its weight in the round; None if nobody sent one.
+    """Return the mean of the members' losses, weighted as in the round; None if no member sent a loss.
 
-    Losses that are not finite, or over a hundred times as large as the median one, do not count. Nobody can check the
-    others: a member that lies moves the mean by what its weight allows.
+    Losses that are not finite, or more than a hundred times as large as the median, do not count. Other losses cannot
+    be checked, so a member that lies can move the mean as far as its weight allows.
     """
     sent = []
     for weight, loss in losses:
@@ -168,7 +169,7 @@ def swarm_loss(losses: Iterable[tuple[float, float | None]]) -> float | None:
 
 
 def bits_of(flags: Sequence[bool]) -> bytes:
-    """Return the flags as bits, the first one lowest; empty if none is set."""
+    """Return the flags as bits, the first flag in the lowest bit; empty if no flag is set."""
     return _bits(sum(1 << index for index, flag in enumerate(flags) if flag))
 
 
@@ -190,17 +191,17 @@ class Group(Message, frozen=True):
     members: tuple[GroupMember, ...]
     predicted_s: float | None = None  # expected seconds of averaging; None: the organizer has no measurements
     explanation: str = ""  # one sentence on the choice of shares
-    bottleneck: Bottleneck = ""  # the one that the sentence names
-    grants: tuple[float, ...] = ()  # of the next step, to each member
-    holders: tuple[int, ...] = ()  # the members that have the parameters; the others follow
-    organizer: PeerId = PeerId(b"")  # of the next step
-    late: tuple[tuple[int, float], ...] = ()  # members whose part the others computed, after so many seconds
-    witness: Ticket | None = None  # its rates and sketch are those of most members
-    agreeing: tuple[int, ...] = ()  # the members that have the same
+    bottleneck: Bottleneck = ""  # the bottleneck that the explanation names
+    grants: tuple[float, ...] = ()  # samples of the next step that each member is granted
+    holders: tuple[int, ...] = ()  # the members that hold the parameters; the others follow
+    organizer: PeerId = PeerId(b"")  # organizer of the next step
+    late: tuple[tuple[int, float], ...] = ()  # late members, and how many seconds each was awaited
+    witness: Ticket | None = None  # a ticket with the rates and the sketch of most members
+    agreeing: tuple[int, ...] = ()  # the members that agree with the witness
 
     @property
     def round_id(self) -> bytes:
-        """A digest of the whole group, 16 bytes: members that were told different groups share no round."""
+        """A digest of the whole group, 16 bytes: members that were sent different groups have no common round."""
         return hashlib.sha256(msgspec.msgpack.encode(self)).digest()[:16]
 
     def index_of(self, peer: PeerId) -> int | None:
@@ -211,13 +212,13 @@ class Group(Message, frozen=True):
 
     @property
     def unused(self) -> bytes:
-        """The bits of the tensors for which no contribution has a gradient."""
+        """A bit for each tensor, set if no contribution has a gradient for it."""
         masks = [int.from_bytes(member.unused, "little") for member in self.members if member.weight]
         return _bits(reduce(and_, masks, masks[0] if masks else 0))
 
     @property
     def loss(self) -> float | None:
-        """The swarm's loss of this step, equal at all members."""
+        """The swarm's mean loss in this step, equal at all members."""
         return swarm_loss((member.weight, member.loss) for member in self.members)
 
     def spans(self) -> list[Span]:
@@ -258,32 +259,35 @@ Seconds = Annotated[float, msgspec.Meta(ge=0, lt=1e9)]
 
 
 class StepReport(Message, frozen=True):
-    """What a peer tells the organizer of its part of the step, beside the state that it holds."""
+    """What a peer reports to the organizer: the state that it holds, and its part of the step."""
 
-    step: Annotated[int, msgspec.Meta(ge=-1, lt=MAX_STEP)]  # of its parameters; -1: it has none, and follows
+    step: Annotated[int, msgspec.Meta(ge=-1, lt=MAX_STEP)]  # step of its state; -1: it has none, and follows
     lineage: _Digest
-    counted: Samples = 0.0  # for the present step
-    granted: Samples = 0.0  # by which it goes
-    batch_samples: Samples = 0.0  # of a micro-batch; 0: not known
-    batch_s: Seconds = 0.0  # what one takes; 0: not known
-    age_s: Seconds = 0.0  # since the present one began
+    counted: Samples = 0.0  # samples counted for the present step
+    granted: Samples = 0.0  # the last grant that it received
+    batch_samples: Samples = 0.0  # samples in a micro-batch; 0: not known
+    batch_s: Seconds = 0.0  # time of a micro-batch; 0: not known
+    age_s: Seconds = 0.0  # time since the present micro-batch began
     away: bool = (
         False  # it computes nothing for now: paused, without data, or in the step of another optimizer
     )
-    final: bool = False  # it computes on, but for the next step
+    final: bool = False  # it already computes for the next step
     averages: bool = False  # the round of its last contribution is not over
-    ticket: Ticket | None = None  # it has computed what was granted
+    ticket: Ticket | None = None  # set once it has computed what was granted
     key: _Digest = b""  # id of its last group
 
 
 class Attend(Message, frozen=True):
-    """Opens a peer's stream to the organizer, which stands until one of them goes: `StepReport` up, `News` down."""
+    """Opens a peer's stream to the organizer, which stays open until one of the two leaves.
+
+    The peer sends `StepReport`, the organizer sends `News`.
+    """
 
     contact: Contact
     key: _Digest  # id of its last group
     terms: RoundTerms  # step and lineage do not count here
-    target: Samples  # of a step
-    assistant: Ticket | None = None  # it trains nothing, and only reduces
+    target: Samples  # samples of a step
+    assistant: Ticket | None = None  # set by an assistant, which trains nothing and only reduces
 
     @property
     def prefix(self) -> str:
@@ -291,9 +295,10 @@ class Attend(Message, frozen=True):
 
 
 class Whereabouts(Message, frozen=True):
-    """Asks a peer for the organizer at which it stands, and for the group that followed the one with this ``key``.
+    """Asks a peer for its organizer, and for the group that followed the group with this ``key``.
 
-    An organizer says how many ``members`` hold the state of its branch, at this step.
+    If an organizer asks, ``members`` is the number of its members that hold the state of its branch, which is at
+    ``step``.
     """
 
     prefix: Annotated[str, msgspec.Meta(max_length=MAX_TEXT)]
@@ -303,10 +308,11 @@ class Whereabouts(Message, frozen=True):
 
 
 class News(Message, frozen=True):
-    """What the organizer says: a grant for the step after the group ``key``, or the group of that step.
+    """What the organizer sends: a grant for the step after the group ``key``, or the group of this step.
 
-    The answer to `Whereabouts`, and to `Attend` where another peer organizes: that one, None if none is known. Else
-    `Attend` is answered with the ``step`` of the first group that its peer will be in.
+    It is also the answer to `Whereabouts`; then ``organizer`` is the peer that organizes, or None if none is known.
+    `Attend` is answered in the same way if another peer organizes. Otherwise the answer to `Attend` contains the
+    ``step`` of the first group in which the peer will be.
     """
 
     key: _Digest
@@ -319,12 +325,12 @@ class News(Message, frozen=True):
 
 @dataclass(frozen=True)
 class SharePlan:
-    """The decision of a strategy."""
+    """What a strategy decides for a round."""
 
-    shares: tuple[float, ...]  # relative share per ticket, >= 0; one at least is > 0 if any ticket reduces
+    shares: tuple[float, ...]  # relative share per ticket, >= 0; at least one is > 0 if any ticket reduces
     averaging_s: float = 0.0  # predicted seconds of one round; 0: not known
     explanation: str = ""  # one sentence for people
-    bottleneck: Bottleneck = ""  # the one that the sentence names
+    bottleneck: Bottleneck = ""  # the bottleneck that the explanation names
 
 
 Strategy: TypeAlias = Callable[[Sequence[Ticket]], SharePlan]  # a share for each ticket, in order
@@ -335,7 +341,10 @@ def equal_shares(tickets: Sequence[Ticket]) -> SharePlan:
 
 
 def reducing(tickets: Sequence[Ticket]) -> list[bool]:
-    """Return who reduces: the peers that accept connections, metered ones only where no other does."""
+    """Return a flag for each ticket, True if its peer reduces.
+
+    Peers that accept connections reduce; metered peers do so only if no other peer accepts connections.
+    """
     free = [ticket.reduces and not ticket.metered for ticket in tickets]
     return free if any(free) else [ticket.reduces for ticket in tickets]
 
@@ -345,7 +354,7 @@ def valid_weight(weight: float) -> bool:
 
 
 def wrong_terms(terms: RoundTerms, target: float) -> str:
-    """Return why nobody can train by these terms, or nothing."""
+    """Return why no peer can train by these terms, or an empty text."""
     try:
         Precision(terms.codec)
         Precision(terms.mean_codec)
@@ -355,7 +364,7 @@ def wrong_terms(terms: RoundTerms, target: float) -> str:
 
 
 def wrong_numbers(ticket: Ticket) -> str:
-    """Return what is wrong with a ticket's numbers, or nothing."""
+    """Return what is wrong with a ticket's numbers, or an empty text."""
     for name, number in (("weight", ticket.weight), ("samples", ticket.samples)):
         if not valid_weight(number):
             return f"{name} {number} is neither 0 nor in [1e-9, 1e9)"

@@ -1,4 +1,4 @@
-"""Which members of a round are late: for each its limit, since something came of it. Pure."""
+"""Which members of a round are late: each member has a limit for the time since it last sent something. Pure."""
 
 from collections.abc import Collection, Mapping
 from typing import TypeAlias
@@ -7,18 +7,18 @@ from colab_swarm.averaging.group import Group
 from colab_swarm.net.patience import Patience
 from colab_swarm.net.peers import PeerId
 
-Key: TypeAlias = tuple[str, PeerId]  # of a `Patience`: the prefix of a collaboration, and a member
+Key: TypeAlias = tuple[str, PeerId]  # key of a `Patience`: the prefix of a collaboration, and a member
 
 
 class Lateness:
     """How long a round waits for each of its members; ``now`` is monotonic seconds.
 
-    A line that is slow is not late: the limit counts from when something came.
+    A member on a slow line is not late, because its limit counts from the time at which its last data arrived.
 
     Attributes:
-        since: when the round began; later if this process was stopped meanwhile.
-        heard_at: when something came of each member.
-        left_out: members that were late a short time ago, for whom nobody waits.
+        since: when the round began; it is moved forward if this process was stopped meanwhile.
+        heard_at: when the last data of each member arrived.
+        left_out: members that were late a short time ago, and for which this peer does not wait.
     """
 
     def __init__(self, group: Group, me: int, patience: Patience[Key], *, now: float) -> None:
@@ -26,33 +26,33 @@ class Lateness:
         self._others = [member for member in range(len(self._keys)) if member != me]
         self._patience = patience
         self._slept = False
-        self._late_s: dict[int, float] = {}  # how long the round waited for late members
+        self._late_s: dict[int, float] = {}  # how long the round waited for each late member
         self.since = now
         self.heard_at = [now] * len(self._keys)
         self.left_out = {m for m in self._others if not patience.is_awaited(self._keys[m], now)}
 
     def on_slept(self, slept_s: float, now: float) -> None:
-        """Give all members more time, and blame none: this process was stopped."""
+        """Give all members more time, and count none of them as late, because this process was stopped."""
         self._slept = True
         self.since += slept_s
         self.heard_at = [now] * len(self._keys)
 
     def on_late(self, member: int, now: float) -> None:
-        """Note that the round waits no longer for a member, which is late."""
+        """Note that a member is late, and that the round waits for it no longer."""
         self._late_s.setdefault(member, now - self.since)
 
     def limit_s(self, member: int) -> float:
         return self._patience.limit_s(self._keys[member])
 
     def longest_s(self) -> float:
-        """Return the longest limit of another member."""
+        """Return the longest limit of all other members."""
         return max(map(self.limit_s, self._others), default=0.0)
 
     def settle(self, took_s: Mapping[int, float], counted: Collection[int], now: float) -> dict[int, float]:
-        """Learn from the round, which is over; return who is left out now, and how long the round waited for each.
+        """Learn from a finished round; return the members left out now, and how long the round waited for each.
 
-        ``took_s``: when the part of a member was here, in seconds since the round began. ``counted``: whose
-        contribution counts.
+        ``took_s`` has, for each member, when its part had arrived, in seconds since the round began. ``counted`` are
+        the members whose contributions count.
         """
         for member in self._others:
             key = self._keys[member]

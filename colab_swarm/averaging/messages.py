@@ -1,4 +1,4 @@
-"""What the members of a round send each other, and how long they wait."""
+"""The messages that members of a round send each other, and the time limits of a round."""
 
 from dataclasses import dataclass
 
@@ -6,7 +6,7 @@ from colab_swarm.net.peers import Message
 
 
 class ReduceSpan(Message, frozen=True):
-    """Opens the stream from a member to a reducer: chunks of contributions up, chunks of means back."""
+    """Opens the stream from a member to a reducer; contributions go up in chunks, and means come back in chunks."""
 
     round_id: bytes
 
@@ -14,7 +14,7 @@ class ReduceSpan(Message, frozen=True):
 class RecallSpan(Message, frozen=True):
     """Opens a stream that returns the ``wanted`` chunks of a lost reducer's span, in this order.
 
-    Without a mean the member sends its own values with ``contributions``, else an empty payload.
+    If the member has no mean of a chunk, it sends its own values if ``contributions`` is True, else an empty payload.
     """
 
     round_id: bytes
@@ -24,18 +24,18 @@ class RecallSpan(Message, frozen=True):
 
 
 class Chunk(Message, frozen=True):
-    """Chunk ``index`` of a span: a contribution or, if ``averaged``, a mean; empty if there is none."""
+    """Chunk ``index`` of a span: a contribution or, if ``averaged``, a mean. The payload is empty if there is none."""
 
     index: int
     averaged: bool = False
     missing: tuple[int, ...] = ()  # members of positive weight that are not in the mean
-    codec: str = ""  # empty: the group's; a mean may be sparse16
+    codec: str = ""  # empty for the group's codec; a mean may be sparse16
 
 
 @dataclass(frozen=True)
 class AveragingSettings:
-    """Timeouts of a round."""
+    """Time limits of a round, in seconds."""
 
-    round_timeout_s: float = 120.0  # bound on the whole round, recovery included
-    patience_s: float = 5.0  # for a member of which nothing is known
+    round_timeout_s: float = 120.0  # for the whole round, or three times its forecast if longer
+    patience_s: float = 5.0  # for a member whose usual time is not known
     dial_timeout_s: float = 3.0  # for reaching a member

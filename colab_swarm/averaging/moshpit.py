@@ -1,17 +1,19 @@
 """Averaging any vector among all peers that call for it: a meeting (`assembly`), then groups on a grid.
 
-A pass. All peers compute the same grid. Round r averages within the lines along axis r; each line
-is a group of its own. After one round per axis all have the exact mean, and a failed peer costs
-only its own line (DeDLOC section 3.2 and Appendix C). What makes it exact:
+One averaging is a *pass*. All peers compute the same grid. Round r averages within the lines along axis r; each line
+is a separate group. After one round per axis all peers have the exact mean, and a failed peer affects only its
+own line (DeDLOC section 3.2 and Appendix C). The mean is exact for these reasons:
 
-- No cell is empty: a line with a hole would miss another line's mean. So cells may hold several.
+- No cell is empty, because a line with an empty cell would miss another line's mean. So a cell may have several peers.
 - Each peer carries a *weight* with its values. After a round, the weight of all contributors is
   divided equally among the line's cells, and within a cell among its peers.
-- A peer that misses a round keeps its values and its weight; the next pass mixes them in.
+- A peer that misses a round keeps its values and its weight; the next pass includes them.
 
-Members may vote for a group size, and the median vote counts. Without one the organizer's measurements decide.
+Members may vote for a group size, and the median vote counts. Without a vote, the organizer chooses it by its
+measurements.
 
-A peer stands in all its lines from the begin of a pass, so that the others know whether it still comes.
+From the beginning of a pass, a peer stands at the organizers of all its lines, so that the other peers of a line know
+whether it will still come.
 """
 
 import asyncio
@@ -41,20 +43,21 @@ from colab_swarm.tensors.codecs import Floats, Precision, all_finite, mean_codec
 from colab_swarm.tensors.vector import HostVector
 
 _MEMORY_ROUNDS = 20  # `RoundMeter` averages over about this many rounds
-# A line waits so long for peers that are still in the round before: for a silent member there, and for so many rounds.
+# How long a line waits for peers that are still in the round before: seconds for a silent member there, and in addition
+# this many usual rounds.
 _LAG_S = 7.5
 _LAG_ROUNDS = 2.0
-# Shares of a weight must be valid too (`group.valid_weight`).
+# Parts of a weight must be valid weights, too (`group.valid_weight`).
 _MIN_WEIGHT = 1e-4
 _MAX_WEIGHT = 1e6
-_ROUND_TIMEOUT_S = 120.0  # bound on finding the group of one round
+_ROUND_TIMEOUT_S = 120.0  # maximum time for finding the group of one round
 
 
 class MoshpitGrid:
     """The groups of each round; equal for all peers that know the same peers and seed.
 
-    ``reachable`` says of each peer whether it accepts connections. ``group_size`` is raised until
-    every line has such a peer. ``sides`` are the cells along each axis; each axis takes one round.
+    ``reachable`` says for each peer whether it accepts connections. ``group_size`` is raised until
+    every line has a peer that does. ``sides`` are the numbers of cells along each axis; each axis takes one round.
     """
 
     def __init__(self, seed: bytes, reachable: Mapping[PeerId, bool], group_size: int) -> None:
@@ -65,14 +68,14 @@ class MoshpitGrid:
         for rounds in range(rounds_for(len(order), group_size), 0, -1):
             self.sides = plan_sides(len(order), rounds)
             diagonal, others = _cells_of(self.sides)
-            # Each cell of the diagonal gets one of the first peers, those that can be dialled.
+            # The peers that can be dialled come first, so each cell of the diagonal gets one of them.
             if len(diagonal) <= sum(reachable.values()):
                 break
         cells = itertools.cycle(diagonal + others)
         self.cells = dict(zip(order, cells, strict=False))
 
     def line(self, peer: PeerId, axis: int) -> tuple[PeerId, ...]:
-        """Return the peers that average with ``peer`` along ``axis``, itself included; sorted."""
+        """Return the peers that average along ``axis`` with ``peer``, which is included; sorted."""
         mine = self._across(peer, axis)
         return tuple(sorted(other for other in self.cells if self._across(other, axis) == mine))
 
@@ -93,7 +96,7 @@ class MoshpitGrid:
 
 
 def _cells_of(sides: Sequence[int]) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
-    """Return the cells of a diagonal, of which every line has one, and all others."""
+    """Return the cells of a diagonal, which crosses every line, and all other cells."""
     shortest = min(sides)
     diagonal = []
     others = []
@@ -106,7 +109,7 @@ def _cells_of(sides: Sequence[int]) -> tuple[list[tuple[int, ...]], list[tuple[i
 
 
 def rounds_for(peers: int, group_size: int) -> int:
-    """Return ceil(log_m n): rounds in groups of ``group_size`` until all ``peers`` have mixed."""
+    """Return ceil(log_m n): the number of rounds in groups of ``group_size`` until all ``peers`` have the mean."""
     rounds = 1
     while group_size**rounds < peers:
         rounds += 1
@@ -116,7 +119,7 @@ def rounds_for(peers: int, group_size: int) -> int:
 def plan_sides(peers: int, rounds: int) -> tuple[int, ...]:
     """Return at most ``rounds`` sides, nearly equal, of a grid of at most ``peers`` cells.
 
-    A side is 2 or more, so there may be fewer sides than ``rounds``; the last one is the longest.
+    A side is 2 or more, so there may be fewer sides than ``rounds``. The last side is the longest.
     """
     rounds = max(1, min(rounds, peers.bit_length() - 1))
     sides = []
@@ -132,7 +135,7 @@ def plan_sides(peers: int, rounds: int) -> tuple[int, ...]:
 
 @dataclass
 class RoundMeter:
-    """Chooses the size of groups by measured times of rounds and failures per second. Pure."""
+    """Chooses the size of groups by the measured times of rounds and failures per second. Pure."""
 
     overhead_s: float = 0.2  # of finding a group of any size; without failures: no timeouts
     transfer_s: float = 0.8  # in a large group; a member of m moves (m - 1) / m of it
@@ -145,15 +148,16 @@ class RoundMeter:
     def success_rate(self, peers: int, group_size: int) -> float:
         """Return the global averages per second without a failure (DeDLOC Appendix C).
 
-        r(m) = (1-q)^(m ceil(log_m n)) / (T(m) ceil(log_m n)); q = 1 - exp(-failures_per_s T(m)): a
-        peer fails in a round. With one q for all m, pairs would never beat groups of four.
+        r(m) = (1-q)^(m ceil(log_m n)) / (T(m) ceil(log_m n)). Here q = 1 - exp(-failures_per_s T(m)) is the
+        probability that a peer fails in a round. If q were equal for all m, pairs would never be better than groups of
+        four.
         """
         rounds = rounds_for(peers, group_size)
         round_s = self.seconds(group_size)
         return math.exp(-self.failures_per_s * round_s * group_size * rounds) / (round_s * rounds)
 
     def choose_group_size(self, peers: int) -> int:
-        """Return the group size m >= 2 with the highest `success_rate`; the smallest of equals."""
+        """Return the group size m >= 2 with the highest `success_rate`; of equally good sizes, the smallest."""
         return max(range(2, max(3, peers + 1)), key=partial(self.success_rate, peers))
 
     def on_round(self, members: int, failed: int, *, overhead_s: float, averaging_s: float) -> None:
@@ -169,12 +173,12 @@ class RoundMeter:
 class MoshpitResult:
     """Result of one pass, as seen by this peer."""
 
-    peers: tuple[PeerId, ...]  # all that took part, this peer included
-    sides: tuple[int, ...]  # of the grid
-    rounds: tuple[GroupResult | None, ...]  # of its groups, in order; None where it could not take part
-    failed: int  # members of this peer's groups that did not join or were lost
+    peers: tuple[PeerId, ...]  # all peers that took part, this peer included
+    sides: tuple[int, ...]  # number of cells along each axis of the grid
+    rounds: tuple[GroupResult | None, ...]  # of this peer's groups, in order; None if it could not take part
+    failed: int  # number of members of this peer's groups that did not join or were lost
     seconds: float  # from the call to the mean
-    note: str = ""  # what went wrong, in words; empty if nothing
+    note: str = ""  # what went wrong, in words; empty if nothing did
 
     @property
     def complete(self) -> bool:
@@ -193,7 +197,8 @@ class MoshpitResult:
 class MoshpitAverager:
     """Averages one named vector repeatedly with the other peers that call for it.
 
-    Warning: onebit, topk and sparseloco lose most of a vector: no error feedback here. Means are float16 then.
+    Warning: the codecs onebit, topk and sparseloco lose most of a vector, because there is no error feedback here. With
+    these codecs, means are float16.
     """
 
     def __init__(
@@ -215,7 +220,7 @@ class MoshpitAverager:
         self._averager.forget(self._prefix)
 
     def _plan_size(self, tickets: Sequence[Ticket]) -> SharePlan:
-        """Return the size of the groups as everybody's share; the weights are votes for it."""
+        """Return the size of the groups, as the share of each member; the tickets' weights are votes for it."""
         votes = [ticket.weight for ticket in tickets if ticket.weight]
         size: float = self.meter.choose_group_size(len(tickets))
         if votes:
@@ -225,15 +230,15 @@ class MoshpitAverager:
     async def average(
         self, values: Floats, *, weight: float = 1.0, group_size: int | None = None
     ) -> tuple[Floats, MoshpitResult]:
-        """Return the weighted mean of all peers that call now, as far as it was reached.
+        """Return the weighted mean over all peers that call now, or as much of it as was reached.
 
         Args:
-            values: a flat vector of finite numbers, as many at all peers; not changed.
+            values: a flat vector of finite numbers, of equal length at all peers; it is not changed.
             weight: 0 (only receive), or between 1e-4 and 1e6.
-            group_size: vote for this size; None: for none.
+            group_size: vote for this size; None for no vote.
 
         Raises ValueError if an argument is not usable, RuntimeError if this peer is averaging
-        already. Failures of peers are never raised: the result shows them.
+        already. Failures of peers are never raised; the result shows them.
         """
         require(all_finite(values), "values must be finite: there is a NaN, or a value beyond float32")
         text = f"weight={weight}: give 0 (only receive) or {_MIN_WEIGHT:g} to {_MAX_WEIGHT:g}"
@@ -258,7 +263,7 @@ class MoshpitAverager:
             self._busy = False
 
     def _line(self, meeting: Group, run: "_Pass", axis: int) -> Gathering:
-        """Return where the group of this peer's line forms; who can be dialled organizes, in order."""
+        """Return the gathering of this peer's line; its members that can be dialled organize, in their order."""
         me = self._peers.id
         line = run.grid.line(me, axis)
         contacts = []
@@ -293,7 +298,7 @@ class MoshpitAverager:
                 group = await gathering.group
             if group.index_of(me) is None:
                 raise RoundRefused("late", "the group formed without this peer")
-            # The averager knows the rounds of a vector by one name.
+            # The averager needs one prefix for all rounds of a vector.
             terms = msgspec.structs.replace(group.terms, prefix=self._prefix)
             joined = loop_now()
             result = await self._averager.average(
@@ -322,7 +327,7 @@ class _Pass:
         self.failed = 0
 
     def on_round(self, me: PeerId, line: Sequence[PeerId], values: Floats, result: GroupResult) -> int:
-        """Take the line's mean; returns the number of its failed members."""
+        """Take the line's mean; returns the number of the line's members that failed."""
         weights = {member.id: member.weight for member in result.group.members}
         contributors = set(result.contributors)
         holders = []

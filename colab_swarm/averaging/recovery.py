@@ -1,17 +1,18 @@
 """Recovering the span of a lost reducer within the round (DeDLOC section 3.2).
 
-The first live reducer after it, in member order, is the *coordinator*. It takes a chunk's mean if any survivor has
-it, or recomputes it from their contributions, in member order, as float32: all members end with
-equal bits. They fetch the result from it, or from the next one if it is lost too.
+The first live reducer after the lost one, in member order, is the *coordinator*. If a survivor has the mean of a chunk,
+the coordinator takes it. Else the coordinator recomputes the mean as float32 from the survivors' contributions, in
+member order. The other members fetch the result from the coordinator, so all members end with equal bits. If the
+coordinator is lost, too, the next reducer takes its place.
 
-It does not deadlock, because of what the two kinds of request wait for:
+There is no deadlock, because the two kinds of request wait for different things:
 
 1. A coordinator asks for contributions. The answer waits until the member is done with the *lost reducer*.
-2. A member fetches a mean. The answer waits until the *coordinator* has ended its own recovery, and that fetches
-   from coordinators before it only.
+2. A member fetches a mean. The answer waits until the *coordinator* has ended its own recovery. In this recovery it
+   fetches means only from coordinators before it.
 
-A mean travels in the codec of its reducer. What a codec decodes, it encodes to the same bytes: so all members take the
-digest of the same bytes. An assistant collects no means; it recovers a span on request.
+A mean is sent in the codec of its reducer. If a decoded mean is encoded again, the bytes are the same, so all members
+compute the digest of the same bytes. An assistant collects no means; it recovers a span on request.
 """
 
 import asyncio
@@ -35,17 +36,17 @@ logger = logging.getLogger(__name__)
 
 
 class Recovery:
-    """Recovers the spans of lost reducers at one member; an assistant, which does not collect, when it is asked."""
+    """Recovers the spans of lost reducers at one member; at an assistant only when another member asks for a span."""
 
     def __init__(self, own: "Round") -> None:
         self.own = own
-        # An assistant recovers each span once.
+        # An assistant recovers each span only once.
         self._recovering = [asyncio.Lock() for _ in own.group.members]
-        # Members that have refused, were lost or late: they are not asked for another span.
+        # Members that have refused, or were lost or late; they are not asked for another span.
         self._failed: set[int] = set()
 
     async def recover(self, reducer: int) -> None:
-        """Get the missing chunks of a lost reducer's span, as far as members can give them."""
+        """Get those missing chunks of a lost reducer's span that other members can give."""
         own = self.own
         count = len(own.group.members)
         following = [(reducer + step) % count for step in range(1, count)]
@@ -60,7 +61,7 @@ class Recovery:
             try:
                 async with self._recall(coordinator, reducer, contributions=False) as stream:
                     for index in own.ledger.lacking(reducer):
-                        # The coordinator waits for survivors itself.
+                        # More time, because the coordinator itself waits for survivors.
                         message, payload = await self._read(stream, index, own.lateness.longest_s())
                         if message.averaged:
                             own.place_mean(reducer, message, payload)
@@ -134,7 +135,7 @@ class Recovery:
                 stream.reset(str(error))
 
         await asyncio.gather(*(receive(*survivor) for survivor in list(streams.items())))
-        with suppress(ValueError):  # it may not be finite
+        with suppress(ValueError):  # this member's contribution may not be finite
             received[own.me] = own.encoded(reducer, index, chunk)
         contributions: dict[int, Floats] = {}
         for member, (message, payload) in sorted(received.items()):
@@ -166,7 +167,7 @@ class Recovery:
             yield stream
 
     async def _read(self, stream: Stream, index: int, more_s: float = 0.0) -> tuple[Chunk, Buffer]:
-        """Return a survivor's chunk; ``more_s``: how long it may wait for others itself."""
+        """Return a survivor's chunk; ``more_s`` is how long this survivor may wait for others."""
         own = self.own
         member = own.group.index_of(stream.peer)
         assert member is not None

@@ -1,14 +1,15 @@
 """The pure core of a reducer: weighted means of one span, chunk by chunk, as contributions arrive.
 
-- A chunk is finished when every member still expected delivered it. Its mean never changes then.
-- A member that sends invalid data (NaN, values of a root mean square over ``most_rms``, wrong length, unknown chunk)
-  or is lost is dropped. Its valid chunks stay, nothing more is accepted, and its weight leaves the mean of all other
-  chunks.
-- A chunk without contributions has no mean: members keep their local values.
-- Sums are float32 in order of arrival, of values already scaled by weight / total weight, so they
-  cannot overflow.
+- A chunk is finished when every member that is still expected has delivered it. After that its mean never changes.
+- A member is dropped if it is lost, or if it sends invalid data: NaN, values whose root mean square is over
+  ``most_rms``, a wrong length, or an unknown chunk. Its chunks that have arrived stay in the means. Nothing more is
+  accepted from it, and the means of all other chunks are taken without its weight.
+- A chunk without contributions has no mean, so members keep their local values.
+- Sums are float32, in the order of arrival. The values are scaled by weight / total weight before, so that
+  the sums cannot overflow.
 
-State, as sets of members: ``_expected`` still owe chunks; ``_delivered[chunk]`` are in its sum.
+The state consists of sets of members: those in ``_expected`` still have to deliver chunks, and those in
+``_delivered[chunk]`` are in this chunk's sum.
 """
 
 import math
@@ -30,7 +31,7 @@ DIGEST_BYTES = 16
 
 @dataclass(frozen=True)
 class PlacedChunk:
-    """The codec of a chunk's mean, empty if there is none, and which members are missing in it."""
+    """The codec of a chunk's mean, which is empty if there is no mean, and the members that are missing in it."""
 
     codec: str = ""
     missing: tuple[int, ...] = ()
@@ -39,8 +40,8 @@ class PlacedChunk:
 class SpanLedger:
     """The vector of one member, and the state of each chunk of each reducer's span.
 
-    The round's end makes it unwritable: then the trainer applies the vector. The next round's end makes it
-    unreadable: then the trainer reuses it.
+    When the round ends, the ledger becomes unwritable, because the trainer then applies the vector. When the next round
+    ends, the ledger becomes unreadable, because the trainer then reuses the vector.
     """
 
     def __init__(self, group: Group, vector: Vector) -> None:
@@ -51,7 +52,7 @@ class SpanLedger:
         self.chunks = [cut_chunks(span, size) for span in group.spans()]
         self._placed: dict[tuple[int, int], PlacedChunk] = {}  # by reducer and chunk
         self._digests: dict[tuple[int, int], bytes] = {}
-        # Encoded means without a digest yet. The event loop adds them, a pool thread takes them.
+        # Encoded means that have no digest yet. The event loop adds them, and a pool thread removes them.
         self._undigested: deque[tuple[tuple[int, int], Buffer]] = deque()
 
     def chunk(self, reducer: int, index: int) -> Span:
@@ -70,9 +71,9 @@ class SpanLedger:
         *,
         most_rms: float = math.inf,
     ) -> None:
-        """Replace the own values by the encoded mean, unless the chunk is settled or the round over.
+        """Replace this member's values by the encoded mean, unless the chunk is settled or the round is over.
 
-        An empty ``mean``: there is none. Raises as `Vector.take`.
+        ``mean`` is empty if the chunk has no mean. Raises the same errors as `Vector.take`.
         """
         chunk = self.chunk(reducer, index)
         if not self.writable or self.settled(reducer, index):
@@ -92,13 +93,13 @@ class SpanLedger:
         return self._placed.get((reducer, index), PlacedChunk())
 
     def digest_means(self) -> None:
-        """Take the digests of the means that have arrived, as they were encoded; on one thread at a time."""
+        """Compute the digests of the encoded means that have arrived; only one thread at a time may call it."""
         while self._undigested:
             place, mean = self._undigested.popleft()
             self._digests[place] = blake3(mean).digest(DIGEST_BYTES)
 
     def digest(self) -> bytes:
-        """Return a digest of all values: equal at members that hold the same means."""
+        """Return a digest of all values, which is equal at members that hold the same means."""
         self.digest_means()
         whole = blake3()
         for reducer, chunks in enumerate(self.chunks):
@@ -113,7 +114,7 @@ class SpanLedger:
         return [index for index in range(len(self.chunks[reducer])) if not self.settled(reducer, index)]
 
     def kept_local(self) -> tuple[Span, ...]:
-        """Return the spans of values that are still this member's own, as few as possible."""
+        """Return the values that are still this member's own, as the smallest number of spans."""
         kept: list[Span] = []
         for reducer, chunks in enumerate(self.chunks):
             for index, chunk in enumerate(chunks):
@@ -133,7 +134,7 @@ class SpanLedger:
         return incomplete
 
     def gaps(self) -> tuple[tuple[Span, tuple[int, ...]], ...]:
-        """Return the chunks whose values lack members, and which: all, where there is no mean."""
+        """Return the chunks in whose means members are missing, with these members; all members if there is no mean."""
         everyone = tuple(range(len(self.chunks)))
         gaps = []
         for reducer, chunks in enumerate(self.chunks):
@@ -148,7 +149,7 @@ class SpanLedger:
 class SpanReducer:
     """Averages the span of these ``chunks`` for the whole group; members of weight 0 send nothing.
 
-    ``sums`` is float32 memory for the span, and holds the means in the end. `Round.release` replaces it later by
+    ``sums`` is float32 memory for the span, and contains the means in the end. Later `Round.release` replaces it by
     views of the vector.
     """
 
@@ -171,7 +172,7 @@ class SpanReducer:
     def on_chunk(self, member: int, chunk: int, values: Floats) -> bool:
         """Add one contribution, if it is expected; return True if it finished the chunk.
 
-        Raises ValueError, and changes nothing, if the contribution is invalid: `drop` the member.
+        Raises ValueError, and changes nothing, if the contribution is invalid. Then call `drop` for the member.
         """
         if member not in self._expected:
             return False
@@ -196,33 +197,33 @@ class SpanReducer:
         return self._finished(chunk)
 
     def drop(self, member: int) -> list[int]:
-        """Expect nothing more of a member; returns the chunks finished by that."""
+        """Expect nothing more from a member; returns the chunks that are finished by this."""
         self._expected.discard(member)
         return self.finished()
 
     def mean(self, chunk: int) -> Floats | None:
-        """Return the mean of a finished chunk (a view of ``sums``); None if empty or overflown."""
+        """Return the mean of a finished chunk (a view of ``sums``); None if it has no contribution or overflowed."""
         if not self._delivered[chunk] or not math.isfinite(self._mean_rms[chunk]):
             return None
         return self.sums[chunk]
 
     @property
     def largest_rms(self) -> float:
-        """The root mean square of the mean in the chunk where it is largest; 0 if there is none."""
+        """The largest root mean square of a chunk's mean; 0 if there is no mean."""
         return max(filter(math.isfinite, self._mean_rms), default=0.0)
 
     def missing(self, chunk: int) -> tuple[int, ...]:
         return tuple(sorted(self._everyone - self._delivered[chunk]))
 
     def awaited(self) -> list[int]:
-        """Return the members that still owe a chunk."""
+        """Return the members that still have to deliver a chunk."""
         awaited = set[int]()
         for chunk in self.unfinished:
             awaited |= self._expected - self._delivered[chunk]
         return sorted(awaited)
 
     def finished(self) -> list[int]:
-        """Return the chunks that have just finished; at first all, if all weights are 0."""
+        """Return the chunks that have just become finished; if all weights are 0, these are all chunks at first."""
         return [chunk for chunk in sorted(self.unfinished) if self._finished(chunk)]
 
     def _finished(self, chunk: int) -> bool:
@@ -248,7 +249,7 @@ def average_chunk(
     sums = np.empty(chunk.numel, np.float32)
     again = SpanReducer([chunk], weights, sums, most_rms)
     for member, values in sorted(contributions.items()):
-        with suppress(ValueError):  # it may be invalid
+        with suppress(ValueError):  # the contribution may be invalid
             again.on_chunk(member, 0, values)
     for member in range(len(weights)):
         again.drop(member)

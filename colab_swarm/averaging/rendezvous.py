@@ -1,8 +1,9 @@
-"""Where the groups of a collaboration form: a peer stands at the organizer, or is the organizer.
+"""Where the groups of a collaboration form: a peer stands at the organizer, or is the organizer itself.
 
-The stream to the organizer stands step after step. `Share` is what this peer reports on it, and what it is granted.
-If the organizer is lost, all go to the next one of the last group's order, which asks the others before it forms a
-group: one of them may have got the group of this step already.
+To stand at an organizer is to keep a stream to it open. The stream stays open step after step. This peer reports its
+`Share` on it, and receives its grants. If the organizer is lost, all peers go to the next organizer in the last group's
+order. Before the new organizer forms a group, it asks the other members, because one of them may already have received
+the group of this step.
 """
 
 import asyncio
@@ -26,41 +27,41 @@ from colab_swarm.runtime import loop_now, wait_until, wake
 logger = logging.getLogger(__name__)
 
 _DIAL_S = 5.0
-_ANSWER_S = 3.0  # to a question; a busy notebook answers late
-_SILENCE_S = 5.0  # of an organizer, before it is asked whether it is there
-_LOOK_S = 2.0  # between two looks for a better organizer before the first group
+_ANSWER_S = 3.0  # for the answer to a question; a busy notebook answers late
+_SILENCE_S = 5.0  # an organizer that is silent for this time is asked whether it is alive
+_LOOK_S = 2.0  # between two searches for a better organizer, before the first group
 _LOOK_IN_MEETING_S = 0.25
-_PAUSE_S = 0.1  # between two organizers
-_GONE_S = 15.0  # an organizer that failed is not asked, at first
+_PAUSE_S = 0.1  # before this peer goes to another organizer
+_GONE_S = 15.0  # how long an organizer that failed for the first time is not tried again
 _KEPT_GROUPS = 4
-_AWAKE_S = 1.0  # a timer of a running process is not so late
+_AWAKE_S = 1.0  # a timer that is this late shows that the process was stopped
 
 
 class Neighbourhood(Protocol):
-    """What the owner of a `Rendezvous` knows of the others, and is told."""
+    """The owner of a `Rendezvous`: it knows about the other peers, and is told about grants and groups."""
 
     async def organizers(self) -> Sequence[Contact]:
-        """Return who may organize, by the records, the best first; this peer among them."""
+        """Return the peers that may organize by their records, the best first; this peer is one of them."""
         ...
 
     def live(self) -> Collection[PeerId]:
-        """Return the other trainers that are believed to live."""
+        """Return the other trainers that are believed to be alive."""
         ...
 
     def helpers(self) -> Collection[PeerId]:
-        """Return the assistants that are believed to live, and other organizers."""
+        """Return the assistants that are believed to be alive, and other organizers."""
         ...
 
     def on_group(self, group: Group, *, contributes: bool) -> None:
-        """A group with this peer has formed; `Share` is that of the next step.
+        """Take a new group of which this peer is a member; its `Share` is already that of the next step.
 
-        ``contributes``: by its present ticket. It may have withdrawn that too late. A meeting's group may be without
-        this peer.
+        ``contributes`` is True if the group uses this peer's present ticket; it is False if this peer withdrew the
+        ticket too late. A meeting's group may not include this peer.
         """
         ...
 
     def on_granted(self) -> None:
-        """The grant of this peer has changed, or `Rendezvous.first_step` is known."""
+        """Take notice that this peer's grant has changed, or that `Rendezvous.first_step` is known now."""
         ...
 
 
@@ -69,9 +70,10 @@ class Rendezvous:
 
     Attributes:
         share: this peer's part of the present step. After a change, `tell` reports it.
-        group: the last one with this peer; its id is the ``key``.
-        organizer: at whom this peer stands; None: it looks for one.
-        first_step: that of the first group there with this peer; -1: not known.
+        group: the last group of which this peer was a member; its id is the ``key``.
+        organizer: the organizer at which this peer stands; None while it looks for one.
+        first_step: step of the first group that will include this peer at this organizer; -1 if not known.
+        formation: the groups that form here while this peer organizes, else None.
     """
 
     def __init__(
@@ -89,15 +91,15 @@ class Rendezvous:
         self.first_step = -1
         self.formation: Formation | None = None  # while this peer organizes
         self._patience = Patience[PeerId](60.0)
-        # In a meeting all come at the same time, and one may be there a moment before the organizer.
+        # In a meeting all peers come at the same time, and one may come a moment before the organizer is ready.
         meets = settings.window_s is not None
         self._gone = LeftOut[PeerId](_LOOK_IN_MEETING_S if meets else _GONE_S, 60.0)
-        self._groups: dict[bytes, Group] = {}  # by the id of the one before
-        self._queues: dict[PeerId, asyncio.Queue[News]] = {}  # to those that stand here
-        self._told: PeerId | None = None  # the organizer that another peer named; this peer goes there
+        self._groups: dict[bytes, Group] = {}  # by the id of the group before
+        self._queues: dict[PeerId, asyncio.Queue[News]] = {}  # news for each peer that stands here
+        self._told: PeerId | None = None  # an organizer that another peer named, to which this peer goes
         self._moved = asyncio.Event()  # set with ``_told``
-        self._succeeds = b""  # the key at which this peer began to organize: it knows all groups since
-        self._refused = b""  # the key after which this peer has refused a minority once
+        self._succeeds = b""  # the key when this peer began to organize; it knows all groups after that
+        self._refused = b""  # the key of the last group after which this peer refused a minority
         self._changed = asyncio.Event()  # the formation may have something to do
         self._report_due = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
@@ -124,17 +126,17 @@ class Rendezvous:
                 task.cancel()
 
     async def leave(self) -> None:
-        """Stand nowhere any more; the organizer hears that this peer goes."""
+        """End the stream to the organizer, which thereby knows that this peer leaves."""
         task, self._task = self._task, None
         if task is not None:
             await end_tasks(task)
 
     def tell(self) -> None:
-        """Report the share now."""
+        """Report the share to the organizer now."""
         self._report_due.set()
 
     def move(self, organizer: Contact) -> None:
-        """Stand at another organizer, whose swarm has gone another way."""
+        """Stand at another organizer, whose swarm is on another branch."""
         if self.organizer is not None and self.organizer.id != organizer.id:
             self.group = None
             self.first_step = -1
@@ -142,14 +144,14 @@ class Rendezvous:
             self._go(organizer.id)
 
     def begin_again(self) -> None:
-        """This peer holds a state to which no group has led."""
+        """Forget the last group, because this peer now holds a state that comes from no group."""
         self.group = None
         self.first_step = -1
         if self.organizer is not None:
             self._go(self.organizer.id)
 
     async def has_begun(self, organizer: Contact) -> bool:
-        """Return whether a group has formed there; True also if it does not answer."""
+        """Return True if a group has formed at this organizer, or if the organizer does not answer."""
         if organizer.id == self.me:
             return self.group is not None
         self._peers.learn(organizer)
@@ -160,11 +162,11 @@ class Rendezvous:
             return True
 
     def _go(self, organizer: PeerId) -> None:
-        self._gone.forgive(organizer)  # somebody stands there
+        self._gone.forgive(organizer)  # another peer named it, so it is alive
         self._told = organizer
         self._moved.set()
 
-    # As one that looks for the organizer.
+    # As a peer that stands at an organizer.
 
     async def _stand(self) -> None:
         while True:
@@ -182,7 +184,7 @@ class Rendezvous:
                 self._gone.fail(contact.id, loop_now())
                 if isinstance(error, ValueError):
                     self._events.emit(PeerRefused(loop_now(), contact.id.hex(), "a group", str(error)))
-            except Exception as error:  # a door: without groups this peer trains no more
+            except Exception as error:  # caught broadly: without this loop, this peer would train no more
                 logger.exception("at the organizer")
                 self._events.emit(Fault.of(loop_now(), "at the organizer", error))
             finally:
@@ -192,7 +194,7 @@ class Rendezvous:
             await asyncio.sleep(_PAUSE_S)
 
     async def _choose(self) -> Contact:
-        """Return at whom to stand: the organizer that the last group names, else the next in its order."""
+        """Return the organizer to stand at: the one that the last group names, else the next one in its order."""
         while True:
             order = [self._told] if self._told else []
             self._told = None
@@ -208,7 +210,7 @@ class Rendezvous:
             await asyncio.sleep(_PAUSE_S)
 
     def _order(self) -> list[PeerId]:
-        """Return who may organize after the last group, the best first."""
+        """Return the peers that may organize after the last group, the best first."""
         if self.group is None:
             return []
         addresses = {member.id: member.addresses for member in self.group.members}
@@ -218,12 +220,12 @@ class Rendezvous:
         return list(dict.fromkeys(order))
 
     def _is_better(self, peer: PeerId, other: PeerId) -> bool:
-        """Return whether the first one would rather organize after the last group."""
+        """Return True if ``peer`` comes before ``other`` in the order of organizers after the last group."""
         order = self._order()
         return peer in order and (other not in order or order.index(peer) < order.index(other))
 
     async def _attend(self, organizer: Contact) -> None:
-        """Stand at an organizer until it names another one, or is lost (`PeerError`)."""
+        """Stand at an organizer until it names another organizer, or is lost (`PeerError`)."""
         async with await self._peers.stream(organizer.id, self._opening(), timeout_s=_DIAL_S) as stream:
             require(self._peers.role_of(organizer.id) >= Role.REDUCER, "its role does not let it organize")
             self.organizer = organizer
@@ -245,11 +247,11 @@ class Rendezvous:
             async with asyncio.timeout(_SILENCE_S):
                 news, _ = await stream.receive(News)
         except TimeoutError:
-            # Bytes show that it lives: an answer may take long where a line is busy with a round.
+            # If bytes arrived, the organizer is alive; its news may be slow because a round keeps the line busy.
             asked_at = loop_now()
             if asked_at - self._peers.read_at(stream.peer) < _SILENCE_S:
                 return True
-            # It may have nothing to say, or be frozen.
+            # The organizer may have no news, or be frozen.
             ask = Whereabouts(self._prefix, self.key)
             try:
                 news = await self._peers.call(stream.peer, ask, News, timeout_s=_ANSWER_S)
@@ -258,7 +260,7 @@ class Rendezvous:
                     return True
                 waited_s = _SILENCE_S + _ANSWER_S
                 self._events.emit(Waited(loop_now(), stream.peer.hex(), "the organizer's answer", waited_s))
-                # It may have told the group of a meeting meanwhile, and gone.
+                # The organizer may have sent a meeting's group meanwhile, and left.
                 async with asyncio.timeout(0):
                     news, _ = await stream.receive(News)
         self._on_news(news)
@@ -267,7 +269,7 @@ class Rendezvous:
             self._go(news.organizer.id)
             return False
         if news == News(news.key):
-            # It organizes no more.
+            # Empty news mean that this peer does not organize any more.
             return False
         return self.group is None or news.group is None or self.group.organizer == stream.peer
 
@@ -284,7 +286,10 @@ class Rendezvous:
         return share.averages or (share.ticket is None and not share.away and share.granted > 0)
 
     def _on_news(self, news: News) -> None:
-        """Raises ValueError if no honest organizer says it, RoundRefused if the group has too few members."""
+        """Take the organizer's news.
+
+        Raises ValueError if no honest organizer would send them, RoundRefused if the group has too few members.
+        """
         require(not news.refusal, news.refusal, PeerError)
         if news.step >= 0:
             self.first_step = news.step
@@ -292,7 +297,7 @@ class Rendezvous:
         if news.group is not None and self._concerns(news.group):
             self._on_group(news.group)
         elif news.granted is not None:
-            # A stream keeps the order, so it is for the present step, also where this peer had another last group.
+            # A stream keeps the order of messages, so the grant is for the present step, even if the keys differ.
             self._check_grant(news.granted)
             self.share.granted = news.granted
             self._report_due.set()
@@ -310,15 +315,15 @@ class Rendezvous:
         group.check()
         own = self.settings.terms
         terms = replace(group.terms, step=own.step, lineage=own.lineage)
-        # An assistant knows no model until a trainer comes.
+        # An assistant does not know the model until a trainer comes.
         same = terms == own if own.numel else terms.prefix == own.prefix
         require(same and len(group.grants) == len(group.members), "a group of another collaboration")
 
     def _on_group(self, group: Group) -> None:
         self._check(group)
         if self.group is not None and group.round_id == self.group.round_id:
-            # Its organizer was lost while it told the group, and a second one passes it on; or the answer to
-            # `Whereabouts` has told it, too.
+            # This group is known already. The first organizer may have been lost while it sent the group, so that a
+            # second one sends it again; or the answer to `Whereabouts` contained it.
             return
         index = group.index_of(self.me)
         if index is None and self.settings.window_s is not None:
@@ -328,7 +333,7 @@ class Rendezvous:
         assert index is not None
         ticket = self.share.ticket
         counted = group.members[index].weight, group.members[index].samples
-        # A weight of 0 counts, too: samples whose targets are all masked are used up.
+        # A ticket of weight 0 counts, too: its samples are used, although all their targets are masked.
         contributes = ticket is not None and ticket.samples > 0 and counted == (ticket.weight, ticket.samples)
         self._check_grant(group.grants[index])
         self._check_quorum(group)
@@ -342,7 +347,10 @@ class Rendezvous:
         self._neighbourhood.on_group(group, contributes=contributes)
 
     def _check_quorum(self, group: Group) -> None:
-        """Refuse a minority of the last group once, and a group of this peer alone each time, while others live."""
+        """Refuse a group with a minority of the last group's live holders.
+
+        After each group this is refused only once, except for a group of this peer alone, which is always refused.
+        """
         if self.group is None:
             return
         before = holders_of(self.group)
@@ -381,7 +389,7 @@ class Rendezvous:
                 look_at = max(now, min(action.look_at, now + _LOOK_S))
                 await wait_until(look_at, self._changed)
                 if loop_now() > look_at + _AWAKE_S:
-                    # This process was stopped, and has heard nobody.
+                    # This process was stopped, so it could receive no reports.
                     formation.batch.excuse(formation.contacts, loop_now())
         finally:
             self.formation = None
@@ -398,7 +406,7 @@ class Rendezvous:
         return self._peers.contact_of(self.group.organizer)
 
     def _announce(self, formation: Formation, group: Group) -> None:
-        """Tell all that stand here, then this peer, whose part of the round keeps a core busy."""
+        """Send the group to all peers that stand here. This peer comes last, because its round keeps a core busy."""
         news = News(formation.key, group=group)
         formation.on_group(group, loop_now())
         for peer in self._queues:
@@ -418,21 +426,21 @@ class Rendezvous:
             now = loop_now()
             formation.on_report(self.me, report, now)
             if report.averages:
-                # What others report comes late where their lines are busy with the round, but bytes come.
+                # Reports of the others come late while the round keeps their lines busy, but bytes still arrive.
                 heard = [peer for peer in formation.contacts if now - self._peers.read_at(peer) < _SILENCE_S]
                 formation.batch.excuse(heard, now)
             wake(self._changed)
 
     async def _look_for_others(self, formation: Formation) -> None:
-        """Ask the live members of the last group that do not stand here: one may have the group of this step.
+        """Ask the live members of the last group that do not stand here, because one may have the group of this step.
 
-        Before the first group, look whether another peer organizes.
+        Before the first group, check whether another peer organizes.
         """
         while True:
             for helper in set(self._neighbourhood.helpers()) - formation.contacts.keys():
                 if self._gone.holds(helper, loop_now()):
                     continue
-                # It comes when it hears of this collaboration.
+                # The question tells an assistant of this collaboration, and then the assistant comes here.
                 task = asyncio.create_task(self._ask(formation, helper))
                 self._tasks.add(task)
                 task.add_done_callback(self._tasks.discard)
@@ -448,7 +456,7 @@ class Rendezvous:
             await wait_until(loop_now() + 1.0, self._changed)
 
     async def _look_for_better(self) -> None:
-        """Go to a peer that comes before this one among those that may organize, if it answers."""
+        """Go to the first peer that is a better organizer than this one, if it answers."""
         for contact in await self._neighbourhood.organizers():
             if contact.id == self.me:
                 return
@@ -497,10 +505,10 @@ class Rendezvous:
         return News(self.key, group=self._group_after(ask.key), organizer=organizer)
 
     def _yields(self, peer: PeerId, ask: Whereabouts) -> bool:
-        """Return whether this peer goes to another one that organizes, too.
+        """Return True if this peer should go to ``peer``, which organizes, too.
 
-        After one group they go by its order. Swarms that have parted go to who can be dialled, has more members, or
-        is at a later step.
+        After the same group, its order of organizers decides. If the swarms have separated, the better organizer is
+        the one that can be dialled, then the one with more members, then the one at the later step.
         """
         if self.organizer is None or self.organizer.id == peer:
             return False
@@ -515,13 +523,13 @@ class Rendezvous:
         return theirs > mine or (theirs == mine and peer < self.me)
 
     def _group_after(self, key: bytes) -> Group | None:
-        """Return the group that followed; a process that has begun again gets none of those before."""
+        """Return the group after the group ``key``; a process that has started anew gets only the newest one."""
         group = self._groups.get(key)
         return group if key or group is self.group else None
 
     async def _serve_attend(self, message: Attend, stream: Stream) -> None:
         if self.formation is None and (message.key != self.key or self.organizer is None):
-            # It heard of the group before this peer.
+            # The other peer may have received the group before this peer did.
             await wait_until(loop_now() + 1.0, self._changed)
         async with stream:
             formation = self.formation
@@ -530,7 +538,7 @@ class Rendezvous:
                 await stream.send(News(self.key, group=group, organizer=self.organizer))
                 return
             if message.key not in (b"", formation.key) and self.settings.window_s is None:
-                # It may stand after the group of this step, of which this peer has not heard.
+                # The other peer may already have the group of this step, which this peer has not received.
                 await self._ask(formation, stream.peer)
             refusal = "only a worker may train: ask for another invitation"
             if message.assistant is not None or self._peers.role_of(stream.peer) >= Role.WORKER:

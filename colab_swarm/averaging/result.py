@@ -1,4 +1,4 @@
-"""How a round went, as one peer saw it, and the events that tell of it."""
+"""How a round went, as one peer saw it, and the event that describes it."""
 
 from collections.abc import Container, Mapping
 from dataclasses import dataclass, replace
@@ -11,7 +11,7 @@ LEFT_OUT = "a reducer did not receive its whole contribution"
 
 
 class RoundTrace:
-    """Begin and end of the ``sent``, ``received`` and ``means`` of each member, see `MemberTrace`, and all bytes."""
+    """When each member's ``sent``, ``received`` and ``means`` began and ended (see `MemberTrace`), and all bytes."""
 
     def __init__(self, group: Group, *, now: float) -> None:
         self.began_at = now
@@ -30,7 +30,7 @@ class RoundTrace:
         self.dropped.setdefault(member, reason[:200])
 
     def took_s(self) -> dict[int, float]:
-        """Return when each member's contribution had arrived; its means, where it contributes nothing here."""
+        """Return when each member's contribution had arrived or, if it contributed nothing here, its means."""
         took_s = {}
         for kind in ("means", "received"):
             for (traffic, member), (_, end_s) in self._times.items():
@@ -39,7 +39,10 @@ class RoundTrace:
         return took_s
 
     def members(self, incomplete: Container[int]) -> tuple[MemberTrace, ...]:
-        """Return the traces; some reducer left the ``incomplete`` out, and it alone knows why."""
+        """Return the traces of all members.
+
+        A reducer left out the members in ``incomplete``; only this reducer knows why.
+        """
         total = sum(member.share for member in self._group.members) or 1.0
         traces = []
         for index, member in enumerate(self._group.members):
@@ -66,12 +69,12 @@ class RoundResult:
     step: int
     announced: Mapping[PeerId, float]  # samples of each planned member
     contributors: tuple[PeerId, ...]  # members whose values are in every mean that arrived here
-    spans_lost: tuple[Span, ...] = ()  # their reducer was lost before all of its means were taken
-    kept_local: tuple[Span, ...] = ()  # values without a mean, still the peer's own; an assistant has none
-    sent_bytes: int  # payload
+    spans_lost: tuple[Span, ...] = ()  # spans whose reducer was lost before all of its means arrived
+    kept_local: tuple[Span, ...] = ()  # spans without a mean, which keep this peer's own values
+    sent_bytes: int  # payload only
     received_bytes: int
     seconds: float
-    exchange_s: float  # the part of them until the last of the other reducers was done or lost
+    exchange_s: float  # seconds until the last of the other reducers was done or lost
     members: tuple[MemberTrace, ...]  # when each member sent and received
 
     def __repr__(self) -> str:
@@ -83,11 +86,11 @@ class RoundResult:
 
     @property
     def samples(self) -> dict[PeerId, float]:
-        """Of each contributor."""
+        """Samples of each contributor."""
         return {peer: self.announced[peer] for peer in self.announced if peer in self.contributors}
 
     def event(self, *, began_at: float, now: float) -> RoundFinished:
-        """Return the event that this round has ended; it ``began_at`` the search for its group."""
+        """Return the event that this round has ended; ``began_at`` is when the search for its group began."""
         return RoundFinished(
             at=now,
             step=self.step,
@@ -108,7 +111,7 @@ class RoundResult:
 class GroupResult(RoundResult):
     """Result of a round of a group over links."""
 
-    group: Group  # the planned members
+    group: Group  # the group as it was planned
     gaps: tuple[tuple[Span, tuple[int, ...]], ...] = ()  # `SpanLedger.gaps`
     digest: bytes = b""  # `SpanLedger.digest`
 

@@ -27,17 +27,19 @@ logger = logging.getLogger(__name__)
 
 
 DRAIN_S = 5.0
-LEFT_OUT_S = 60.0  # for a late member at first
-LARGEST = 10_000.0  # contribution or mean, in usual means
-_MEANS = 10  # whose size is usual
-_PAST_ROUNDS = 64  # that are refused at once: who asks for another one comes before this peer has begun it
+LEFT_OUT_S = 60.0  # how long a member is left out when it is late for the first time
+LARGEST = 10_000.0  # a contribution or mean may be at most this many times larger than the last means
+_MEANS = 10  # number of last means that define the usual size
+# Number of past rounds for which requests are refused immediately. A request for an unknown round waits, because it may
+# come before this peer has begun the round.
+_PAST_ROUNDS = 64
 
 
 class Averager:
     """Takes part in averaging rounds, as a member and as a reducer. Rounds may overlap.
 
-    Others may still recover chunks from the last finished round of each collaboration. Its vector
-    is not copied: do not change it until the next round has ended.
+    Other members may still recover chunks from the last finished round of each collaboration. The vector of this round
+    is not copied, so do not change it until the next round has ended.
     """
 
     def __init__(
@@ -54,7 +56,7 @@ class Averager:
         self._finished: dict[str, Round] = {}  # by prefix
         self._past = deque[bytes](maxlen=_PAST_ROUNDS)
         self._begun = asyncio.Event()
-        self._means_rms: dict[str, deque[float]] = {}  # of this peer's spans in the last rounds, by prefix
+        self._means_rms: dict[str, deque[float]] = {}  # sizes of the means of this peer's spans, by prefix
         self.on_round: Callable[[RoundResult], None] = lambda result: None  # called with each result
         peers.serve_stream(ReduceSpan, self._serve_reduce, role=Role.REDUCER)
         peers.serve_stream(RecallSpan, self._serve_recall, role=Role.REDUCER)
@@ -73,26 +75,26 @@ class Averager:
         """Replace the values of ``vector`` by the group's weighted mean; all members end with the same bits.
 
         Args:
-            vector: of ``group.terms.numel`` values. Do not change it before the next round has ended: use two
+            vector: a vector of ``group.terms.numel`` values. Do not change it before the next round has ended; use two
                 vectors in turn.
-            fine: values at the front that belong to small tensors, for a group whose codec is adaptive.
-            bounded: refuse contributions and means that are `LARGEST` times larger than the last means.
+            fine: number of values at the front that belong to small tensors, for a group whose codec is adaptive.
+            bounded: refuse contributions and means that are more than `LARGEST` times larger than the last means.
 
         The result shows the failures of peers. Raises ValueError if this peer is no member or the
-        vector does not fit, RoundRefused if it was this peer's last round, or still runs here.
+        vector does not fit, RoundRefused if this peer's last round was the same one, or if it still runs here.
         """
         numel = group.terms.numel
         require(vector.numel == numel, f"the group averages {numel} values, the vector has {vector.numel}")
         return await self._take_part(group, vector, fine, bounded=bounded)
 
     async def reduce(self, group: Group) -> GroupResult:
-        """Join a round as a reducer only: contribute no values. Raises as `average` does."""
-        # the system allocates only what is written: the own span
+        """Join a round as a reducer only, without contributing values. Raises the same errors as `average`."""
+        # the system allocates only memory that is written, which is this peer's span
         vector = HostVector(np.empty(group.terms.numel, np.float32))
         return await self._take_part(group, vector, collects=False, bounded=True)
 
     async def drain(self, prefix: str) -> None:
-        """Wait until no member of the last round needs this peer, for `DRAIN_S` at most."""
+        """Wait until no member of the last round needs this peer, for at most `DRAIN_S` seconds."""
         finished = self._finished.get(prefix)
         deadline = loop_now() + DRAIN_S
         while finished is not None and finished.open_streams and loop_now() < deadline:
@@ -137,7 +139,7 @@ class Averager:
         wake(self._begun)
         try:
             await own.run()
-        finally:  # members may still recover from this round, no longer from the one before
+        finally:  # from now on, members may recover from this round, and no longer from the one before
             self.forget(prefix)
             self._finished[prefix] = own
         own.release()
@@ -148,7 +150,7 @@ class Averager:
         return result
 
     def _learn(self, own: Round, result: GroupResult) -> None:
-        """Remember how long members took, who was late, and how large the own span's mean is."""
+        """Remember how long members took, which were late, and how large the mean of this peer's span is."""
         now = loop_now()
         members = own.group.members
         counted = [index for index, member in enumerate(members) if member.id in result.contributors]

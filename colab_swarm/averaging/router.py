@@ -1,4 +1,4 @@
-"""One peer's messages, handed to its collaborations by the prefix that each message has."""
+"""Hands a peer's messages to its collaborations, by the prefix that each message contains."""
 
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeAlias
@@ -28,7 +28,7 @@ class PrefixRouter:
         handler: Callable[[PeerId, Any], Awaitable[Message]],
         role: Role,
     ) -> None:
-        """Answer calls to ``prefix``, if not served yet; the first one's ``role`` counts for all."""
+        """Answer calls of this ``kind`` to ``prefix``; the ``role`` of the kind's first handler counts for all."""
 
         async def answer(peer: PeerId, message: Any) -> Any:
             return await self._find(kind, message.prefix)(peer, message)
@@ -57,8 +57,9 @@ class PrefixRouter:
     def assist(self, enter: Callable[[str], None], leave: Callable[[str], None]) -> None:
         """Register an assistant for the collaborations that this peer does not serve itself.
 
-        ``enter(prefix)``: an unserved collaboration got a message and may be served; ``leave``:
-        this peer serves it from now on. Raises ValueError if there is an assistant already.
+        ``enter(prefix)`` is called when a message for a collaboration arrives that this peer does not serve; the
+        assistant may then serve it. ``leave(prefix)`` is called when this peer begins to serve the collaboration
+        itself. Raises ValueError if there is an assistant already.
         """
         require(self.assistant is None, "this peer assists already: stop() that first")
         self.assistant = enter, leave

@@ -1,4 +1,4 @@
-"""A peer's part of a step: what it is granted and has counted, as it reports it to the organizer."""
+"""A peer's share of a step: the samples that it is granted and has counted, which it reports to the organizer."""
 
 import math
 import statistics
@@ -7,21 +7,21 @@ from collections import deque
 from colab_swarm.averaging.group import StepReport, Ticket
 
 _REMEMBERED_TIMES = 5
-_IDLE_STEPS = 4  # without a grant, until this peer is measured anew; each time twice as many
+_IDLE_STEPS = 4  # steps without a grant until this peer is measured again; their number doubles each time
 _MOST_IDLE_STEPS = 256
 
 
 class Share:
-    """This peer's part of a step. The trainer's thread counts, the event loop reports.
+    """This peer's part of a step. The trainer's thread counts samples here, and the event loop reports them.
 
     Attributes:
-        step, lineage: of the state that it holds; -1: none.
-        granted, counted: samples of the present step; granted 0: nothing yet, and the first micro-batch is reported.
-        away: it computes nothing for now.
-        final: the ticket stands, and it computes for the next step.
-        averages: the round of its last contribution, and the step with its mean, are not over.
-        ticket: it has computed what was granted, and waits for the group.
-        assistant: it trains nothing, and offers this.
+        step, lineage: step and lineage of the state that this peer holds; the step is -1 if it has none.
+        granted, counted: samples of the present step. While ``granted`` is 0, this peer reports its first micro-batch.
+        away: True if this peer computes nothing for now.
+        final: True if the ticket does not change any more, because this peer already computes for the next step.
+        averages: True until the round of the last contribution, and the step with its mean, are over.
+        ticket: set when this peer has computed what was granted, and waits for the group.
+        assistant: the ticket of an assistant, which trains nothing; None at a trainer.
     """
 
     def __init__(self) -> None:
@@ -36,27 +36,27 @@ class Share:
         self.assistant: Ticket | None = None
         self._samples = 0.0
         self._times_s: deque[float] = deque(maxlen=_REMEMBERED_TIMES)
-        self._begun_at = math.inf  # the present micro-batch; nothing is known of the first one
-        self._idle_steps = 0  # that it waited out, one after another
+        self._begun_at = math.inf  # when the present micro-batch began; not known for the first one
+        self._idle_steps = 0  # number of steps in a row in which this peer got no grant
         self._longest_idle = _IDLE_STEPS
         self._aside: float | None = None  # the counted samples of a final ticket, while the trainer counts on
 
     @property
     def samples(self) -> float:
-        """Samples of a micro-batch; 0: not known."""
+        """Number of samples in a micro-batch; 0 if not known."""
         return self._samples
 
     @property
     def batch_s(self) -> float:
-        """What a micro-batch takes, the median of the last ones; 0: not known."""
+        """Time of a micro-batch, the median of the last ones; 0 if not known."""
         return statistics.median(self._times_s) if self._times_s else 0.0
 
     def work(self, now: float) -> None:
-        """The trainer computes from now on."""
+        """Note that the trainer computes from now on."""
         self._begun_at = now
 
     def count(self, samples: float, now: float) -> None:
-        """Count a micro-batch: the trainer computed it since `work`, or since the last one."""
+        """Count a micro-batch, which the trainer computed since `work` or since the last micro-batch."""
         if self._begun_at <= now:
             self._times_s.append(max(now - self._begun_at, 1e-6))
         self._samples = samples
@@ -73,11 +73,11 @@ class Share:
 
     @property
     def nearly(self) -> bool:
-        """The last micro-batch of the grant begins."""
+        """True if the last micro-batch of the grant begins."""
         return self.counted + self._samples >= self.granted
 
     def begin(self, granted: float) -> None:
-        """A group has formed: what follows counts for the next step."""
+        """Begin the next step, because a group has formed; ``granted`` are the samples granted for it."""
         self._note_idle(granted)
         self.granted = granted
         if self._aside is None:
@@ -88,7 +88,7 @@ class Share:
         self.ticket = None
 
     def _note_idle(self, granted: float) -> None:
-        """Forget the times of a peer that gets no part by them: it may have been busy just then."""
+        """Forget this peer's times after some steps without a grant: it may have been busy when they were measured."""
         if granted:
             self._idle_steps = 0
             if self._times_s:
@@ -101,12 +101,12 @@ class Share:
                 self._times_s.clear()
 
     def depart(self) -> None:
-        """The ticket that follows is final, and what is counted from now on is of the next step."""
+        """Note that the next ticket is final; what is counted from now on belongs to the next step."""
         self._aside = self.counted
         self.counted = 0.0
 
     def returned(self) -> None:
-        """The ticket found no group: its samples count again."""
+        """Count the samples of a ticket again, because it found no group."""
         self.counted += self._aside or 0.0
         self._aside = None
 

@@ -1,15 +1,16 @@
 """The adaptive strategy (DeDLOC, section 3.2): how much each member of a round reduces.
 
-Equation 1 has two rates for every pair of peers. A round here sends member j its share ``r_j`` of
-every vector and returns it: n shares determine all. Unlike equation 1, each peer with samples
-contributes, and no pair of peers has a limit of its own. With V bytes of a contribution, M of the means,
-k contributors (``c_i = 1``) and m peers that need means (``w_i = 1``), peer i moves::
+Equation 1 has two rates for every pair of peers. Here, every member sends the part ``r_j`` of its vector to member j,
+which sends the mean back, so the n shares ``r_j`` determine the whole round. Unlike in equation 1, each peer with
+samples contributes, and only peers have limits, not pairs of peers. Let V be the bytes of a contribution, M the bytes
+of the means, k the number of contributors (``c_i = 1``) and m the number of peers that need means (``w_i = 1``). Then
+peer i transfers::
 
     up    c_i V (1 - r_i)  +  r_i M (m - w_i)
     down  w_i M (1 - r_i)  +  r_i V (k - c_i)
 
-The slowest of these 2n transfers is the round's time: a linear program. Each row bounds one share
-alone, so bisection finds the least time in which shares can add up to 1.
+The round takes as long as the slowest of these 2n transfers. To minimize this time is a linear program. Each transfer
+bounds only one share, so bisection finds the least time for which the shares can add up to 1.
 """
 
 import math
@@ -28,9 +29,10 @@ from colab_swarm.tensors.sparse import Sparse, SparseLoCo, sparse16_bytes
 
 _Array = npt.NDArray[np.float64]
 
-# A claim counts for this many medians at most, and this part of one at least: a liar slows a round by no more.
+# A claimed bandwidth counts as at most this many times the median, and at least the median divided by this number. So a
+# member that lies cannot slow a round by more than that.
 CLAIM_CAP = 16.0
-_SMALL = 0.3  # of an equal share; a smaller share is given only to save time
+_SMALL = 0.3  # part of an equal share; smaller shares are only used if they save time
 _LEARNT = 0.3
 _FORGOTTEN = 0.02
 _MOST_LATE = 10.0
@@ -38,9 +40,9 @@ _PRECISION = 1e-7
 
 
 def plan_round(tickets: Sequence[Ticket], shares: Sequence[float] | None = None) -> SharePlan:
-    """Return the fastest round, or that of given ``shares``; an unknown bandwidth is the median.
+    """Return the plan of the fastest round, or of a round with these ``shares``.
 
-    Raises ValueError if no peer reduces, or no bandwidth is known.
+    An unknown bandwidth is taken as the median. Raises ValueError if no peer reduces, or if no bandwidth is known.
     """
     loads = _Loads(tickets)
     if shares is None:
@@ -54,11 +56,11 @@ def plan_round(tickets: Sequence[Ticket], shares: Sequence[float] | None = None)
 
 
 class _Loads:
-    """The transfer times as a function of the shares. Rows: all uploads, then all downloads."""
+    """The transfer times as a function of the shares. The first row has all uploads, the second all downloads."""
 
     def __init__(self, tickets: Sequence[Ticket]) -> None:
         terms = tickets[0].terms
-        # c and w of the module's text.
+        # c and w as in the module's docstring.
         c = np.array([ticket.weight > 0 for ticket in tickets], np.float64)
         w = np.array([not ticket.assists for ticket in tickets], np.float64)
         up = encoded_bytes(terms.codec, terms.numel)
@@ -76,7 +78,7 @@ class _Loads:
         return ((self._fixed + self._slope * shares) / self._rates).ravel()
 
     def best(self) -> _Array:
-        """Return the shares of the fastest round, without those too small to be worth their streams."""
+        """Return the shares of the fastest round; very small shares are dropped if this costs no time."""
         shares = self._fill()
         few = np.where(shares < _SMALL * shares.mean(), 0.0, shares)
         few /= few.sum()
@@ -97,7 +99,7 @@ class _Loads:
         return low + (high - low) * part
 
     def _bounds(self, seconds: float) -> tuple[_Array, _Array]:
-        """Return the least and greatest shares for a round of ``seconds``; crossed where none fits."""
+        """Return the lowest and highest shares for a round of ``seconds``; lowest > highest where no share fits."""
         room = seconds * self._rates - self._fixed
         with np.errstate(divide="ignore", invalid="ignore"):
             limit = room / self._slope
@@ -177,9 +179,9 @@ def _completed(rates_bps: Sequence[float | None]) -> list[float]:
 
 
 def believed(claims_bps: Sequence[float | None]) -> list[float | None]:
-    """Bound claimed rates to `CLAIM_CAP` medians and from below; one under 1 bit per second is ignored.
+    """Bound claimed rates to the median times or divided by `CLAIM_CAP`; claims under 1 bit per second are ignored.
 
-    The median is the lower one of two, so that one liar among two peers does not set it.
+    Of two rates, the lower one is the median, so that one liar among two peers cannot set it by a high claim.
     """
     known = [claim for claim in claims_bps if _is_rate(claim)]
     usual = 0.0
@@ -201,9 +203,9 @@ def _is_rate(claim_bps: float | None) -> TypeGuard[float]:
 def adaptive_shares(tickets: Sequence[Ticket], *, flattery: float = 1.0) -> SharePlan:
     """Plan the shares of a live round; its tickets determine which peers contribute.
 
-    They are equal if that costs under a tenth of the time, as measured rates are noisy and equal
-    shares reveal more about them, or without measurements. ``flattery`` is how many times more
-    optimistic forecasts were for planned shares than for equal ones.
+    The shares are equal if there are no measurements, or if equal shares cost less than a tenth of the time. The reason
+    is that measured rates are noisy, and equal shares reveal more about them. ``flattery`` is a correction: how many
+    times more optimistic forecasts were for planned shares than for equal shares.
     """
     equal = equal_shares(tickets)
     trusted = _trusted_tickets(tickets)
@@ -217,13 +219,13 @@ def adaptive_shares(tickets: Sequence[Ticket], *, flattery: float = 1.0) -> Shar
 
 
 def forecast_s(group: Group) -> float:
-    """Return how long a round of a group takes by its members' bandwidths, as far as they are believed; else 0.
+    """Return how many seconds a round of a group takes by its members' claimed bandwidths; 0 if it is not known.
 
-    None is believed to be slower than the median one by more than `CLAIM_CAP`. Who claims none counts as fast: else a
-    single claim would be the median.
+    No member is believed to be slower than the median divided by `CLAIM_CAP`. For this median, a member without a claim
+    counts as infinitely fast; else a single claim would be the median.
     """
     if not any(member.reduces for member in group.members):
-        # A client alone.
+        # The only member accepts no connections.
         return 0.0
     tickets = [Ticket(group.terms, member.weight, *offer_of(member)) for member in group.members]
     trusted = _trusted_tickets(tickets)
@@ -240,14 +242,14 @@ def forecast_s(group: Group) -> float:
 
 
 def _median_claim(claims_bps: Sequence[float | None]) -> float:
-    """Return the median of the bandwidths that members claim; who claims none counts as infinitely fast."""
+    """Return the median of the bandwidths that members claim; a member without a claim counts as infinitely fast."""
     known = [claim_bps for claim_bps in claims_bps if _is_rate(claim_bps)]
     unknown = [math.inf] * (len(claims_bps) - len(known))
     return statistics.median_high([*known, *unknown])
 
 
 def _trusted_tickets(tickets: Sequence[Ticket]) -> list[Ticket] | None:
-    """Return the tickets with bandwidths that this peer believes; None where none is known."""
+    """Return the tickets with the bandwidths that this peer believes; None if no bandwidth is known."""
     uploads = _trusted(tickets, [ticket.upload_bps for ticket in tickets])
     downloads = _trusted(tickets, [ticket.download_bps for ticket in tickets])
     if not any(uploads) or not any(downloads):
@@ -261,18 +263,18 @@ def _trusted_tickets(tickets: Sequence[Ticket]) -> list[Ticket] | None:
 class AdaptiveShares:
     """`adaptive_shares` that learns from the errors of its forecasts.
 
-    A link shows only the load that it had: a peer that reduces more seems to have more bandwidth,
-    so unequal shares among equal peers would confirm themselves.
+    A measured bandwidth is only that of the load on the link, so a peer that reduces more seems to have more bandwidth.
+    Without learning, unequal shares among equal peers would therefore confirm themselves.
     """
 
     def __init__(self) -> None:
-        self._late = {True: 1.0, False: 1.0}  # actual over predicted time, with equal and with planned shares
+        self._late = {True: 1.0, False: 1.0}  # actual over predicted time; True: with equal shares
 
     def __call__(self, tickets: Sequence[Ticket]) -> SharePlan:
         return adaptive_shares(tickets, flattery=self._late[False] / self._late[True])
 
     def on_round(self, shares: Sequence[float], predicted_s: float | None, seconds: float) -> None:
-        """Learn from a round without failures; the other kind's figure decays slowly."""
+        """Learn from a round without failures; the figure for the other kind of shares slowly returns to 1."""
         if predicted_s and seconds > 0:
             equal = len({*shares} - {0.0}) == 1
             late = min(max(seconds / predicted_s, 1 / _MOST_LATE), _MOST_LATE)
@@ -281,7 +283,10 @@ class AdaptiveShares:
 
 
 def _trusted(tickets: Sequence[Ticket], claims_bps: Sequence[float | None]) -> list[float | None]:
-    """Raise `believed` rates of assistants, which carry little load, to the trainers' upper median."""
+    """Return `believed` rates, with those of assistants raised to the trainers' median.
+
+    Assistants carry little load, so their measured rates are too low.
+    """
     rates = believed(claims_bps)
     trainers = []
     for ticket, rate in zip(tickets, rates, strict=True):
@@ -297,12 +302,16 @@ def _trusted(tickets: Sequence[Ticket], claims_bps: Sequence[float | None]) -> l
 
 
 def encoded_bytes(precision: str, numel: int) -> int:
-    """Return the size of an encoded vector; small tensors, which may be finer, are neglected."""
+    """Return the size of an encoded vector; that small tensors may have a finer codec is neglected."""
     return Precision(precision, fine=0).at(0).encoded_bytes(numel)
 
 
 def mean_bytes(terms: RoundTerms, contributors: int) -> int:
-    """Return the size of the encoded mean: of sparse vectors it has all places, at most if these are independent."""
+    """Return the size of the encoded mean.
+
+    The mean of sparse vectors has the places of all of them. They are assumed to be independent, which gives the
+    maximum.
+    """
     dense = encoded_bytes(terms.mean_codec, terms.numel)
     codec = Precision(terms.codec).widest
     if not isinstance(codec, Sparse) or terms.mean_codec != "float16" or not terms.numel:
@@ -310,6 +319,6 @@ def mean_bytes(terms: RoundTerms, contributors: int) -> int:
     density = 1 - (1 - codec.kept(terms.numel) / terms.numel) ** contributors
     bits = 16.0
     if isinstance(codec, SparseLoCo):
-        # As measured: each contributor brings four values to a piece, of which most sums are one alone.
+        # As measured: each contributor has four values in a piece, and most sums have only one contribution.
         bits = min(bits, 1.05 + 1.27 * math.sqrt(contributors))
     return min(dense, sparse16_bytes(math.ceil(density * terms.numel), terms.numel, bits))
