@@ -1,4 +1,7 @@
-"""A run in a bucket: its rounds are objects, so no two peers need to be online together. See README.md here."""
+"""A run in a bucket: its rounds are objects, so no two peers need to be online together. See README.md here.
+
+A *bucket* is a bucket of an object store (S3, Google, Azure) or a shared folder.
+"""
 
 from collections.abc import Callable
 from functools import partial
@@ -22,7 +25,7 @@ from colab_swarm.training.settings import PeerServices, TrainingSettings
 
 
 def rounds_for(services: PeerServices, settings: TrainingSettings) -> Callable[..., Rounds]:
-    """Return what makes a trainer's rounds: over links, or in the bucket of these services."""
+    """Return the function that makes a trainer's rounds: over links, or in the bucket of these services."""
     if not services.mailbox:
         return LinkRounds
     return partial(BucketRounds, Bucket(services.mailbox, settings.prefix))
@@ -31,10 +34,11 @@ def rounds_for(services: PeerServices, settings: TrainingSettings) -> Callable[.
 def communication_for(
     choice: Communication | Plan | str, runtime: Runner, services: PeerServices, prefix: str
 ) -> Communication:
-    """Return how to communicate; for "auto", as the peers of this model have agreed on, or as is usual in this run.
+    """Return how to communicate, for a user's ``choice``.
 
-    They did so by their records, or by the bucket's card, which `Swarm.optimizer` checks later. Call
-    it from the user's thread, as it may need secrets. Raises ValueError if there is no such way.
+    For "auto", this is what the peers of this model have agreed on, else what is usual in this kind of run. Their
+    agreement is in their records or in the bucket's card; `Swarm.optimizer` checks it later. Call this function from
+    the user's thread, because it may need secrets. Raises ValueError if there is no such way.
     """
     if choice != "auto":
         return Communication.of(choice)

@@ -1,12 +1,12 @@
-"""Addresses of buckets and folders: what they may say, and which ones a guest must confirm.
+"""Addresses of buckets and folders: what they may contain, and which ones a guest must confirm.
 
-An address comes in an invitation, so from somebody else, and opens files and hosts on the guest's
-machine. The guest's own keys sign the requests that go there. Therefore it has a closed set of options
-and no keys. A folder or an endpoint counts only if the guest names the address too, by
-``cs.join(…, mailbox=ADDRESS)``, or the endpoint by ``AWS_ENDPOINT_URL``. Google's and Azure's stores
-have no endpoint but their own.
+A guest is a peer that joins by an invitation. The invitation contains the address, so another person chose it, and it
+opens files on the guest's machine or hosts to which the guest's keys sign requests. Therefore an address allows only a
+few options, and no keys. A folder or an endpoint is only used if the guest confirms it: the guest passes the address
+itself, as ``cs.join(…, mailbox=ADDRESS)``, or has set ``AWS_ENDPOINT_URL`` to the endpoint. Google's and Azure's stores
+have no endpoints except their own.
 
-A path is that of a URL: ``%20`` stands for a space, and ``%25`` for a ``%``.
+The path is that of a URL: ``%20`` stands for a space, and ``%25`` for a ``%``.
 """
 
 import os
@@ -20,7 +20,7 @@ from colab_swarm.invite import MAX_MAILBOX
 SCHEMES = ("s3://", "gs://", "az://", "file:///", "memory://")
 OPTIONS = ("endpoint", "region")
 _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
-_REGION = re.compile(r"[a-z0-9-]{1,32}")  # it becomes part of a host's name
+_REGION = re.compile(r"[a-z0-9-]{1,32}")  # the region becomes part of a host's name
 _PRINTABLE = re.compile(r"[ -~]*")
 _ENDPOINT = re.compile(r"https?://([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(:[0-9]{1,5})?(/[^@?#]*)?")
 _OWN_ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
@@ -29,9 +29,9 @@ _ESCAPE = re.compile(r"%[0-9A-Fa-f]{2}")
 
 
 def checked_address(address: str) -> str:
-    """Return the address; raise ValueError if it is none, or has keys or unknown options."""
+    """Return the address; raise ValueError if it is not valid, or has keys or unknown options."""
     require(len(address) <= MAX_MAILBOX, f"a mailbox of {len(address)} characters: at most {MAX_MAILBOX} fit")
-    # no error repeats what may be a key
+    # errors do not repeat the address, because it may contain a key
     require(
         address.startswith(SCHEMES),
         "this is no mailbox: pass an address such as s3://bucket/folder or "
@@ -39,7 +39,7 @@ def checked_address(address: str) -> str:
     )
     kind = address.partition(":")[0]
     is_store = kind not in ("file", "memory")
-    # before `urlsplit`, which repeats what it refuses
+    # checked before `urlsplit`, whose errors repeat the address
     require(
         not is_store or _PRINTABLE.fullmatch(address),
         "a mailbox's address has characters that no store allows",
@@ -71,7 +71,7 @@ def checked_address(address: str) -> str:
 
 
 def options_of(address: str) -> dict[str, str]:
-    """Return an address's options; raise ValueError for unknown and repeated ones."""
+    """Return an address's options; raise ValueError for unknown or repeated options."""
     pairs = parse_qsl(urlsplit(address).query, keep_blank_values=True)
     require(
         {name for name, _ in pairs} <= {*OPTIONS},
@@ -85,7 +85,7 @@ def options_of(address: str) -> dict[str, str]:
 def folder_at(address: str) -> Path | None:
     """Return the folder of a ``file://`` address; None for other stores.
 
-    Raises ValueError where the path fits an existing folder only if ``%20`` does not stand for a space.
+    Raises ValueError if only the folder exists whose name literally contains the path's ``%``, such as ``%20``.
     """
     where: SplitResult = urlsplit(checked_address(address))
     if where.scheme != "file":
@@ -105,11 +105,11 @@ def confirmed_address(address: str, named: str) -> str:
     """Return the address that a guest may open, or raise before anything is opened.
 
     Args:
-        address: of an invitation.
-        named: what the guest passed as ``mailbox=``, or "". A folder may have another path here.
+        address: the address in the invitation.
+        named: what the guest passed as ``mailbox=``, or "". A folder may have another path on the guest's machine.
 
     Raises:
-        ValueError: an address is none, or the guest named another store.
+        ValueError: an address is not valid, or the guest named another store.
         JoinError: the guest must confirm the address.
     """
     checked_address(address)
@@ -131,7 +131,7 @@ def confirmed_address(address: str, named: str) -> str:
 
 
 def why_to_confirm(address: str) -> str:
-    """Return why another peer's address could do harm here; empty for a store that the guest's keys are for."""
+    """Return why another peer's address could do harm here; empty for a store to which the guest's keys belong."""
     if folder_at(address) is not None:
         return "a folder of this machine"
     endpoint = options_of(address).get("endpoint", "").rstrip("/")

@@ -1,9 +1,9 @@
-"""A place for objects: a bucket of S3, Google or Azure, a shared folder, or this process's memory.
+"""A store of objects: a bucket of S3, Google or Azure, a shared folder, or this process's memory.
 
-A store that throttles or fails is asked again for half a minute, and one that sends no byte is given
-up after `STALL_S`. Then a verb raises `BucketAway` or, if the bucket refuses this peer, `BucketError`.
-Their texts show no secret. Times are seconds since the epoch by the store's own clock; in a folder,
-see `SeenTimes`.
+If a store limits or fails a request, the request is repeated for half a minute. If a store sends no byte for `STALL_S`,
+the request ends. Then the method raises `BucketAway` or, if the bucket refuses this peer, `BucketError`. The texts of
+these errors contain no secret. Times are seconds since the epoch by the store's clock; for those in a folder, see
+`SeenTimes`.
 """
 
 import asyncio
@@ -31,31 +31,31 @@ T = TypeVar("T")
 Errors: TypeAlias = tuple[type[Exception], ...]
 Call: TypeAlias = Callable[[Callable[[], Any], int], Coroutine[Any, Any, Any]]
 BACKOFF = {"init_backoff": timedelta(seconds=0.25), "max_backoff": timedelta(seconds=4), "base": 2}
-# of 429, 5xx and lost connections; the time is the limit
+# for status 429, 5xx and lost connections; only the time limits the retries
 RETRY: dict[str, Any] = {"max_retries": 1000, "retry_timeout": timedelta(seconds=30), "backoff": BACKOFF}
-STALL_S = 30.0  # without a byte from the store
-UPLOAD_BYTES = 1 << 20  # that a slow line sends in that time
-CLOCK_SLACK_S = 2.0  # of a folder's server, and of times in whole seconds
-MOST_TIMES = 100_000  # of objects in a folder, that are remembered
+STALL_S = 30.0  # maximum time without a byte from the store
+UPLOAD_BYTES = 1 << 20  # what a slow line sends in that time
+CLOCK_SLACK_S = 2.0  # error of the clock of a folder's server, and of times in whole seconds
+MOST_TIMES = 100_000  # maximum number of objects in a folder whose times are remembered
 KEYS = {
     "s3": {"access_key_id": "AWS_ACCESS_KEY_ID", "secret_access_key": "AWS_SECRET_ACCESS_KEY"},
     "gs": {"service_account_key": "GOOGLE_SERVICE_ACCOUNT_KEY"},
     "az": {"account_name": "AZURE_STORAGE_ACCOUNT_NAME", "account_key": "AZURE_STORAGE_ACCOUNT_KEY"},
 }
-"""Names of the secrets, in the environment or the platform's store, for an option of the store."""
+"""For each option of a store, the name of its secret in the environment or in the platform's store of secrets."""
 
 VARIABLES = {"endpoint": "AWS_ENDPOINT_URL", "region": "AWS_REGION", "session_token": "AWS_SESSION_TOKEN"}
-"""More options of S3, by their environment variables; the address wins."""
+"""Further options of S3, and their environment variables; an option in the address takes precedence."""
 SECRET_NAMES = re.compile(r"(AWS|AZURE|GOOGLE)_.*(KEY|TOKEN|SECRET)")
 SIGNED_PARTS = re.compile(r"(?<=//)[^/\s@]*(?=@)|(?<=\?)[^\s'\"]+|(?<=[Ss]ignature)\w*[=>:][^\s<,]*")
 MARKER = "created/first"
-"""An object of a run that its creator writes first: where it is missing, the run is not."""
+"""The first object that the creator of a run writes; if this object is missing, the run is not there."""
 MEMORY: "dict[str, MemoryStore]" = {}
 
 
 @dataclass(frozen=True)
 class StoredObject:
-    """An object in a list."""
+    """An object as a list of the store shows it."""
 
     path: str
     size_bytes: int
@@ -67,15 +67,15 @@ class StoredObject:
 
     @property
     def member(self) -> PeerId:
-        """Who wrote it, by its path."""
+        """The member that wrote the object, by the object's path."""
         return PeerId(bytes.fromhex(self.path.rpartition("/")[2][:64]))
 
 
 class MemoryStore:
-    """For tests and simulations: objects in a dictionary, by the loop's clock."""
+    """Objects in a dictionary, for tests and simulations; its times are those of ``clock``."""
 
-    errors: Errors = (OSError,)  # that its verbs raise
-    refusals: Errors = (PermissionError,)  # of these, those that say that this peer may not
+    errors: Errors = (OSError,)  # errors that its methods raise
+    refusals: Errors = (PermissionError,)  # those of them that mean that this peer has no permission
     rights = "its memory"  # what a refused peer should check
 
     def __init__(self, clock: Callable[[], float] = time.time) -> None:
@@ -104,10 +104,10 @@ class ObjectStore:
     """A bucket or a folder that obstore opens.
 
     Args:
-        open_store: opens it, with the seconds that it may be silent.
-        call: makes a call of obstore's beside the event loop; it gets the bytes that travel.
-        rights: what a refused peer should check.
-        sync: lets an object that was written survive a power cut.
+        open_store: opens the store; its argument is how many seconds the store may be silent.
+        call: runs a blocking call of obstore in a thread; its second argument is the number of bytes to send.
+        rights: what a refused peer should check, for the error.
+        sync: makes sure that a written object survives a power cut.
     """
 
     def __init__(
@@ -169,18 +169,18 @@ class ObjectStore:
         def remove() -> None:
             store = self._open_store(STALL_S)
             for path in paths:
-                with suppress(FileNotFoundError):  # others delete, too
+                with suppress(FileNotFoundError):  # another peer may have deleted it
                     self._obstore.delete(store, path)
 
         await self._call(remove, 0)
 
     async def run(self, work: Callable[[], Any]) -> None:
-        """Do some other work on the store, as patiently."""
+        """Run other work on the store, with the same limit for silence."""
         await self._call(work, 0)
 
 
 def open_bucket(address: str, secrets: Mapping[str, str]) -> ObjectStore:
-    """Open a bucket of S3, Google or Azure; its requests end by themselves."""
+    """Open a bucket of S3, Google or Azure; obstore itself ends a request that hangs."""
     from obstore.store import from_url
 
     kind = urlsplit(address).scheme
@@ -201,16 +201,16 @@ def open_bucket(address: str, secrets: Mapping[str, str]) -> ObjectStore:
         return await asyncio.to_thread(work)
 
     open_store(STALL_S)
-    # stores refuse requests of another time than theirs
+    # stores refuse requests if the clock of this machine is wrong
     rights = f"{' and '.join(KEYS[kind].values())}, and this machine's clock"
     return ObjectStore(open_store, call, rights)
 
 
 def open_folder(folder: Path, run: Path) -> ObjectStore:
-    """Open a shared folder that has a ``run``'s folder in it.
+    """Open a shared folder in which ``run`` is the folder of a run.
 
-    Where the server of a mounted folder is away, a call may hang until it is back. Such a call is given up after
-    `STALL_S`, and no other is made before it has returned: each would take a thread.
+    If the server of a mounted folder is away, a call may hang until the server is back. Such a call is given up after
+    `STALL_S`. No other call is made before the hanging one has returned, because each call would take a thread.
     """
     from obstore.exceptions import BaseError
     from obstore.store import LocalStore
@@ -219,7 +219,7 @@ def open_folder(folder: Path, run: Path) -> ObjectStore:
     had_run = False
 
     def open_store(patience_s: float) -> Any:
-        # obstore would make the folder where it is not mounted, or begin a new history in its mount point
+        # if the folder is not mounted, obstore would create it, or begin a new history in the empty mount point
         nonlocal had_run
         has_run = run.is_dir()
         if not folder.is_dir() or (had_run and not has_run):
@@ -256,7 +256,7 @@ def open_folder(folder: Path, run: Path) -> ObjectStore:
         try:
             return await future
         except BaseError as error:
-            # obstore has no class for it where the store is a folder
+            # for a folder, obstore has no class for this error
             if "PermissionDenied" in str(error):
                 raise PermissionError(str(error)) from error
             raise
@@ -265,16 +265,16 @@ def open_folder(folder: Path, run: Path) -> ObjectStore:
 
 
 def patience_for(size_bytes: int) -> float:
-    """Return how long a store may be silent about an object of this size; one of a few values.
+    """Return how long a store may be silent while an object of this size is uploaded; one of a few values.
 
-    Neither obstore nor a folder tells how much of an upload has gone.
+    Neither obstore nor a folder tells how much of an upload is done.
     """
     doublings = (size_bytes // UPLOAD_BYTES).bit_length()
     return STALL_S * (1 << doublings)
 
 
 def secrets_of(address: str) -> tuple[dict[str, str], list[str]]:
-    """Return this peer's secrets for a store, by its options, and which secrets are missing."""
+    """Return this peer's secrets for a store, by the store's options, and the names of missing secrets."""
     wanted = KEYS.get(urlsplit(address).scheme, {})
     secrets = {}
     missing = []
@@ -295,7 +295,7 @@ def _absence(address: str) -> str:
 
 
 def require_rights(address: str) -> None:
-    """Raise `JoinError` unless this peer has the keys of a store. From the user's thread."""
+    """Raise `JoinError` unless this peer has the keys of a store. Call it from the user's thread."""
     _, missing = secrets_of(address)
     require(
         not missing,
@@ -306,23 +306,24 @@ def require_rights(address: str) -> None:
 
 
 class SeenTimes:
-    """When objects of a shared folder appeared: the clocks of its writers may be off. Pure.
+    """When objects of a shared folder appeared, although the clocks of their writers may be wrong. Pure.
 
-    An object's time is its file's, but at most `CLOCK_SLACK_S` before this peer's last look without it, or after its
-    first look with it. It is the same while looks show it.
+    A *look* is one listing of the folder. An object's time is that of its file, with two limits: it is at most
+    `CLOCK_SLACK_S` before this peer's last look without the object, and at most `CLOCK_SLACK_S` after the first look
+    with the object. The time does not change while looks show the object.
     """
 
     def __init__(self) -> None:
-        # What this peer wrote last. Its time is that of the folder's server, by which the peer sets its clock.
+        # The object that this peer wrote last. Its time shows the clock of the folder's server.
         self.own = ""
         self._times: dict[str, float] = {}
-        # For each folder the last look: from which path on, and when.
+        # The last look at each folder: after which path it listed, and when.
         self._looks: dict[str, tuple[str, float]] = {}
 
     def corrected(
         self, folder: str, after: str, places: Sequence[StoredObject], *, began_at: float, now: float
     ) -> list[StoredObject]:
-        """Return a look's objects with their times; it listed all paths beyond ``after``."""
+        """Return the objects of a look with corrected times; the look listed all paths after ``after``."""
         looked_after, looked_at = self._looks.get(folder, ("", -math.inf))
         corrected = []
         for place in places:
@@ -344,7 +345,7 @@ class SeenTimes:
 class Bucket:
     """The objects of one model of a run at an address such as ``s3://bucket/folder``.
 
-    Keys come from secrets: see `KEYS`. Raises ValueError for an address that is none, `BucketError`
+    Keys come from secrets: see `KEYS`. Raises ValueError if the address is not valid, `BucketError`
     if the store cannot be opened.
     """
 
@@ -352,13 +353,13 @@ class Bucket:
         self.address = checked_address(address)
         self._root = f"runs/{prefix}/"
         self._run_id = prefix.partition("/")[0]
-        self.requests = 0  # so far
+        self.requests = 0  # number of requests so far
         self.sent_bytes = self.received_bytes = 0
-        self._behind_s: float | None = None  # of this machine's clock, behind the store's
-        self._missing: list[str] = []  # secrets
+        self._behind_s: float | None = None  # how far the loop's clock is behind the store's
+        self._missing: list[str] = []  # names of missing secrets
         self._secrets: list[str] = []
         self._folder = folder_at(self.address)
-        self._seen: SeenTimes | None = None  # of a folder
+        self._seen: SeenTimes | None = None  # only for a folder
         self._store = self._open()
 
     def _open(self) -> MemoryStore | ObjectStore:
@@ -366,7 +367,7 @@ class Bucket:
             return MEMORY.setdefault(self.address, MemoryStore())
         secrets, self._missing = secrets_of(self.address)
         self._secrets += secrets.values()
-        # obstore reads these itself
+        # obstore itself reads these environment variables
         for name, secret in os.environ.items():
             if secret and SECRET_NAMES.match(name):
                 self._secrets.append(secret)
@@ -378,7 +379,7 @@ class Bucket:
         except ImportError as error:
             how = "a run in a bucket needs the package obstore: pip install 'colab-swarm[train]'"
             raise BucketError(how) from error
-        except Exception as error:  # of obstore, for an address or an option that it does not know
+        except Exception as error:  # obstore raises various errors for an unknown address or option
             raise BucketError(f"{self.address} cannot be opened: {self._reason(error)}") from None
 
     async def _do(self, verb: Callable[..., Awaitable[T]], *arguments: Any) -> T:
@@ -387,7 +388,7 @@ class Bucket:
             return await verb(*arguments)
         except self._store.refusals as error:
             why = f"they may have been revoked ({self._reason(error)})"
-            # obstore's own text, in a traceback, may show a key
+            # `from None`, because obstore's text in the traceback may show a key
             raise BucketError(
                 f"{self.address} refuses this peer; check {self._store.rights}: {why}"
             ) from None
@@ -395,7 +396,7 @@ class Bucket:
             raise BucketAway(f"{self.address} does not answer: {self._reason(error)}") from None
 
     def _reason(self, error: Exception) -> str:
-        """Return a store's error in one line, without secrets, signatures and queries."""
+        """Return a store's error as one line, without secrets, signatures and queries."""
         line = f"{type(error).__name__}: {error}".partition("\n")[0]
         for secret in self._secrets:
             line = line.replace(secret, "***")
@@ -405,7 +406,7 @@ class Bucket:
         return line
 
     async def create(self, path: str, data: Buffer) -> bool:
-        """Write an object unless there is one at that path; return whether it was written."""
+        """Write an object, unless there is already one at this path; return True if it was written."""
         written = await self._do(self._store.create, self._root + path, data)
         self.sent_bytes += len(data)
         if written and self._seen is not None:
@@ -413,18 +414,18 @@ class Bucket:
         return written
 
     async def replace(self, path: str, data: Buffer) -> None:
-        """Write an object, whatever is at that path."""
+        """Write an object, and overwrite one that is already at this path."""
         await self._do(self._store.create, self._root + path, data, "overwrite")
         self.sent_bytes += len(data)
 
     async def read(self, path: str, most_bytes: int | None = None) -> bytes | None:
-        """Return an object, or only its first ``most_bytes``; None if there is none."""
+        """Return the bytes of an object, or only the first ``most_bytes``; None if there is no such object."""
         data = await self._do(self._store.read, self._root + path, most_bytes)
         self.received_bytes += len(data or b"")
         return data
 
     async def list(self, folder: str, after: str = "") -> list[StoredObject]:
-        """Return the objects of a folder whose paths sort after ``after``, sorted."""
+        """Return the objects of a folder, sorted by path; only those whose paths sort after ``after``."""
         began_at = self.now()
         places = await self._do(self._store.list, f"{self._root}{folder}/", after and self._root + after)
         places = [replace(place, path=place.path.removeprefix(self._root)) for place in places]
@@ -437,24 +438,24 @@ class Bucket:
             await self._do(self._store.delete, [self._root + path for path in paths])
 
     def on_time(self, modified_at: float, written_at: float) -> None:
-        """Learn how the store's clock goes from an own object, written at a time of the loop."""
+        """Set the store's clock by an object that this peer wrote, at the loop time ``written_at``."""
         self._behind_s = modified_at - written_at + loop_now() - self._clock()
 
     def now(self) -> float:
-        """Return the store's time, as far as it is known."""
+        """Return the store's time; until it is known, the time of this machine's clock."""
         return time.time() if self._behind_s is None else self._clock() + self._behind_s
 
     def _clock(self) -> float:
-        # The loop's clock stands still while a machine sleeps, and the time of a look must not.
+        # The loop's clock stops while a machine sleeps, but the times of looks must go on.
         return loop_now() if self._seen is None else time.time()
 
     async def require_conditional_writes(self) -> None:
-        """Raise `BucketError` unless the store keeps the first of two writes."""
+        """Raise `BucketError` unless the store keeps the first of two writes to one path."""
         path = f"checks/{os.urandom(8).hex()}"
         await self.create(path, b"first")
         written_at = loop_now()
         second = await self.create(path, b"second")
-        # raw times: an own object has that of the store's clock, also in a folder
+        # times without correction: an object that this peer wrote has the store's time, also in a folder
         places = await self._do(self._store.list, f"{self._root}checks/", self._root + path[:-1])
         kept = await self.read(path)
         with suppress(BucketError):  # this peer's keys may not delete
@@ -469,14 +470,16 @@ class Bucket:
         self.on_time(mine[0].modified_at, written_at)
 
     async def enter(self, *, begins: bool, writes: bool) -> float:
-        """Return how many seconds this machine's clock is behind the store's. For a run's prefix.
+        """Enter a run; return how many seconds this machine's clock is behind the store's.
+
+        Call it on the bucket of a run's prefix.
 
         Args:
-            begins: the run is new, and is marked as created.
-            writes: this peer's keys may write; else the store's clock is not known, and 0 is returned.
+            begins: True if the run is new; then it is marked as created.
+            writes: True if this peer's keys may write. Else the store's clock is not known, and 0 is returned.
 
         Raises:
-            JoinError: the run is not new, and was not created here.
+            JoinError: the run is not new, and there is no mark of its creation here.
             BucketError: see `require_conditional_writes`.
         """
         if begins:
@@ -487,7 +490,7 @@ class Bucket:
             try:
                 marker = await self.read(MARKER)
             except BucketAway as error:
-                # the folder is not there
+                # this error means that the folder is missing
                 require(
                     not isinstance(error.__context__, FileNotFoundError), _absence(self.address), JoinError
                 )

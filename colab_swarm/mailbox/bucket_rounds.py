@@ -1,4 +1,4 @@
-"""Rounds in a bucket, as a trainer takes part in them: nobody needs to be online with it."""
+"""Rounds in a bucket, as a trainer takes part in them: no other peer needs to be online at the same time."""
 
 import asyncio
 import math
@@ -34,14 +34,14 @@ from colab_swarm.training.records import (
 from colab_swarm.training.rounds import CaughtUp, Ready, RoundOutcome, Rounds, TrainedModel, other_settings
 from colab_swarm.training.settings import PeerServices, RoundInput, StepOffer, TrainingSettings
 
-STATE_ROUNDS = 16  # from one state in the bucket to the next
-STOP_S = 60.0  # for a state to be written by a peer that leaves
+STATE_ROUNDS = 16  # number of rounds from one state in the bucket to the next
+STOP_S = 60.0  # maximum time for which a peer that leaves still writes a state
 
 
 class BucketRounds(Rounds):
-    """Rounds by the objects of a ``bucket``; what only links need is ignored.
+    """Rounds by the objects of a ``bucket``; what only rounds over links need is ignored.
 
-    Raises ValueError if a setting does not go with a bucket.
+    Raises ValueError if a setting cannot be used with a bucket.
     """
 
     def __init__(
@@ -55,14 +55,14 @@ class BucketRounds(Rounds):
         super().__init__(services, settings, own, model)
         _check_settings(settings)
         self._journal = Journal(bucket, services, settings, model.numel, lambda: self.until)
-        self._heads: dict[PeerId, PseudoGradient] = {}  # of the last round's other members
+        self._heads: dict[PeerId, PseudoGradient] = {}  # statements of the last round's other members
         self._follower = ChainFollower(
             self._journal, services.events, services.peers.id, lambda: self.until, self._name_of
         )
-        self._rates: Rates = ()  # of this peer's last contribution
+        self._rates: Rates = ()  # learning rates at this peer's last contribution
         self._closed: ClosedRound | None = None  # the round whose mean the trainer applies
-        self._saving: asyncio.Task[None] | None = None  # a state
-        self._saved_for_others = False  # on another branch, as long as they are there
+        self._saving: asyncio.Task[None] | None = None  # writes a state
+        self._saved_for_others = False  # whether a state was saved for the members on another branch
         self._refused: BucketError | None = None  # why a round failed; `check` raises it
         self._loop = asyncio.get_running_loop()
 
@@ -84,7 +84,7 @@ class BucketRounds(Rounds):
         self._follower.min_peers = asked or theirs.min_peers
 
     def refusal_of(self, agreement: Agreement) -> str:
-        # The bucket keeps the card.
+        # The bucket keeps the card, so a new optimizer must agree with this one.
         return other_settings(differing(self.view.own.agreement, agreement))
 
     async def stop(self) -> None:
@@ -120,7 +120,7 @@ class BucketRounds(Rounds):
             chain, snapshot = later
             later = None
             rounds = [closed async for closed in journal.follow(chain, self._follower.seen)]
-            # If the own state became the first one while others went on from theirs, read again.
+            # If this peer's state became the first one while others went on from theirs, read again.
             if snapshot is not None or not rounds:
                 break
         self._follower.begin(chain)
@@ -147,7 +147,7 @@ class BucketRounds(Rounds):
 
     def count(self, samples: float, now: float) -> None:
         super().count(samples, now)
-        # Each takes a part of the round by its speed, so that all end about the same time.
+        # Each member computes a part of the round in proportion to its speed, so that all end at about the same time.
         share = self.share
         speed = share.samples / share.batch_s if share.batch_s else 0.0
         self.view.update(samples=share.counted, samples_per_s=speed)
@@ -157,18 +157,18 @@ class BucketRounds(Rounds):
     async def ready(
         self, offer: StepOffer, deadline: float = math.inf, *, idle: bool = False, final: bool = False
     ) -> Ready:
-        # One that has no more data contributes what there is: no other peer's samples are waited for.
+        # A peer without more data contributes what it has; it need not wait for samples of other peers.
         self.check()
         self._rates = offer.rates
         self.view.update(rates=offer.rates)
         return Ready.CONTRIBUTE
 
     async def contribute(self, contribution: RoundInput) -> AsyncGenerator[RoundOutcome, None]:
-        """Write the contribution, and yield means until one counts it, or none will."""
+        """Write the contribution, and yield means until one includes it, or until it is too old to be included."""
         began_at = loop_now()
         bytes_before = self.bucket_bytes
         if contribution.samples and not contribution.weight and math.isinf(self.until):
-            # The others may have no weight either, so nobody would end the round: look once, and compute on.
+            # The others may have no weight either, and then no round ends: look at the bucket once, and compute on.
             self.until = began_at
         try:
             round = await self._follower.write(contribution, self.view.own, self.comparison.shown_sketch)
@@ -205,7 +205,7 @@ class BucketRounds(Rounds):
         self.comparison.on_sketch(taken.sketch)
         self.services.averager.on_round(outcome.result)
         is_saving = self._saving is not None and not self._saving.done()
-        # Members on another branch need a state to come over to this one: the manifests between may be lost.
+        # Members on another branch need a state to change to this branch, because manifests between may be lost.
         self._saved_for_others &= self._follower.has_others_elsewhere
         is_asked = self._follower.has_others_elsewhere and not self._saved_for_others
         is_due = closed.after.round % STATE_ROUNDS == 0 or is_asked
@@ -213,28 +213,28 @@ class BucketRounds(Rounds):
             snapshot = None
             is_confirmed = self.comparison.confirmed or len(closed.contributions) == 1
             if closed.manifest.member == self.services.peers.id and is_confirmed:
-                with suppress(StateError):  # the next writer saves the next one
+                with suppress(StateError):  # another member saves the next state
                     snapshot = await asyncio.to_thread(self.model.snapshot)
                     self._saved_for_others = is_asked
             self._saving = self._tasks.spawn(self._save(closed.after, snapshot))
 
     async def _save(self, chain: RoundChain, snapshot: Snapshot | None) -> None:
-        """Write the state, if there is one, and delete what nobody needs any more."""
-        with suppress(BucketError):  # the next writer saves the next one
+        """Write the state, if there is one, and delete objects that no peer needs any more."""
+        with suppress(BucketError):  # another member saves the next state
             if snapshot is not None:
                 await self._journal.write_state(chain, snapshot)
-        with suppress(BucketError):  # the keys of most members may not delete
+        with suppress(BucketError):  # most members' keys may have no right to delete
             await self._journal.trim(chain.round)
 
     def _learn(self, closed: ClosedRound) -> None:
-        """Take the round as the last one, with its members' figures."""
+        """Go on to the next round, and remember the figures of this round's members."""
         self._follower.on_round(closed)
         heads = [contribution.head for contribution in closed.contributions.values()]
         self._heads = {head.member: head for head in heads if head.member != self.view.me}
         self._show_members()
 
     def _compare(self, closed: ClosedRound) -> None:
-        """Compare the members' rates and states, by their contributions, with this peer's."""
+        """Compare this peer's learning rates and state with the members', which are in their contributions."""
         tickets = {}
         for contribution in closed.contributions.values():
             head = contribution.head
@@ -245,7 +245,7 @@ class BucketRounds(Rounds):
         self.comparison.on_tickets(tickets, self._rates)
 
     def _show_members(self) -> None:
-        """Show a record of each member, for people: none is heard of between two rounds."""
+        """Make a record of each member for the views, because members send nothing between two rounds."""
         own = self.view.own
         seconds = own.samples / (own.samples_per_s or math.inf)
         records = {}
@@ -262,14 +262,14 @@ class BucketRounds(Rounds):
         self.view.on_records(records, now=loop_now())
 
     def _name_of(self, member: PeerId) -> str:
-        """Return a member's name for people; its short id if none is known."""
+        """Return a member's name for people, or its short id if no name is known."""
         head = self._heads.get(member)
         if head is None or not head.name:
             return short(member)
         return plain(head.name)
 
     def _own_part(self) -> float:
-        """Return this peer's part of all members' speed; 1 while its own is not known."""
+        """Return this peer's part of the speed of all members together; 1 while its own speed is not known."""
         own_per_s = self.view.own.samples_per_s
         if not own_per_s:
             return 1.0

@@ -1,6 +1,6 @@
-"""Where a run in a bucket is: the chain of its rounds, and when the next one may close. Pure.
+"""Where a run in a bucket is: the chain of its rounds, and when the next round may close. Pure.
 
-Each round is closed by a manifest, whose digest is the base of the next round. Times are the store's.
+A manifest closes each round. The digest of the manifest is the *base* of the next round. Times are the store's.
 """
 
 import math
@@ -23,22 +23,22 @@ from colab_swarm.mailbox.objects import (
 )
 from colab_swarm.net.peers import Message, PeerId
 
-WINDOW = 2  # rounds after its own in which a contribution may still be listed
-# A round waits for most absent members for two usual rounds and a grace. The grace is a quarter of a usual round within
-# these limits: a store answers in a few seconds however short the rounds are.
+WINDOW = 2  # number of rounds after its own round in which a contribution may still be listed
+# If most members are absent, a round waits for two usual rounds and a grace. The grace is a quarter of a usual round,
+# within these limits, because a store needs a few seconds to answer even if the rounds are short.
 LEAST_GRACE_S = 6.0
 MOST_GRACE_S = 90.0
-LEAST_PATIENCE_S = 2.5  # with a late minority
+LEAST_PATIENCE_S = 2.5  # minimum additional time for a late minority
 
 
 class RoundChain(Message, frozen=True):
-    """A run's next ``round``, and what is known of the last ones."""
+    """A run's next ``round``, and what is known of the last rounds."""
 
     round: Round
-    digests: dict[int, Hash]  # of the manifest before round r, for the rounds of the window
-    closed_at: Figure  # the last manifest
-    pace_s: Pace = MIN_PACE_S  # the median time of the last round's contributors: a usual round
-    members: tuple[PeerId, ...] = ()  # of the last round
+    digests: dict[int, Hash]  # by round r, the digest of the manifest before it, for the rounds of the window
+    closed_at: Figure  # when the last manifest was written
+    pace_s: Pace = MIN_PACE_S  # time of a usual round: the median time of the last round's contributors
+    members: tuple[PeerId, ...] = ()  # members of the last round
     listed: tuple[tuple[PeerId, int], ...] = ()  # members and rounds of contributions that counted
 
     def __post_init__(self) -> None:
@@ -50,12 +50,12 @@ class RoundChain(Message, frozen=True):
 
     @property
     def is_first(self) -> bool:
-        """True if no round was before this one: its base is the digest of a state."""
+        """True if there is no round before this one; then its base is the digest of a state."""
         return self.round - 1 not in self.digests
 
     @property
     def folders(self) -> dict[int, str]:
-        """Of the rounds whose contributions may count."""
+        """The folders of the rounds whose contributions may still count, by round."""
         return {round: folder_of(round, base) for round, base in self.digests.items()}
 
     @property
@@ -64,14 +64,14 @@ class RoundChain(Message, frozen=True):
 
     @property
     def state_path(self) -> str:
-        """Where a state before this round is; of all first ones, the bucket keeps one."""
+        """Path of the state before this round; all first states have the same path, so the bucket keeps only one."""
         if self.is_first:
             return f"states/{self.round:08d}-first"
         return f"states/{self.round:08d}-{self.base[:8].hex()}"
 
     @property
     def farewells(self) -> dict[str, PeerId]:
-        """Where members of the last round may have said farewell since they contributed."""
+        """Paths at which members of the last round may have said farewell since their last contribution."""
         last_rounds = dict(sorted(self.listed))
         members: dict[str, PeerId] = {}
         for round, folder in self.folders.items():
@@ -86,24 +86,24 @@ class RoundChain(Message, frozen=True):
 
     @property
     def late_at(self) -> float:
-        """When a round takes longer than usual."""
+        """When the round has taken longer than usual."""
         return self.closed_at + self.pace_s + self.grace_s / 2
 
     @property
     def deadline(self) -> float:
-        """When a round may close without the majority of the last one's members."""
+        """When the round may close even without the majority of the last round's members."""
         return self.closed_at + 2 * self.pace_s + self.grace_s
 
     def missing(self, present: Collection[PeerId], gone: Collection[PeerId] = ()) -> set[PeerId]:
-        """Return the members of the last round for whom this one waits."""
+        """Return the members of the last round for which this round waits."""
         return set(self.members).difference(present, gone)
 
     def due_at(
         self, present: Collection[PeerId], gone: Collection[PeerId], left_out: Collection[PeerId]
     ) -> float:
-        """Return when the round may close with these members; at once if none is missing.
+        """Return when the round may close with the members ``present``; immediately if no member is missing.
 
-        It waits a while longer than usual for a late minority, but not for members that are ``left_out``.
+        The round waits longer than usual for a late minority, except for members that are ``left_out``.
         """
         if not present:
             return math.inf
@@ -120,7 +120,7 @@ class RoundChain(Message, frozen=True):
         return self.round - WINDOW <= round <= self.round and (member, round) not in self.listed
 
     def fault_of(self, manifest: RoundManifest) -> str:
-        """Return what is wrong with a manifest, apart from its contributions; or nothing."""
+        """Return what is wrong with a manifest, apart from its contributions; empty if nothing is."""
         members = [entry.member for entry in manifest.entries]
         if (manifest.round, manifest.base) != (self.round, self.base):
             return "it does not follow the manifest before"
@@ -132,7 +132,7 @@ class RoundChain(Message, frozen=True):
         return ""
 
     def after(self, manifest: RoundManifest, digest: bytes, *, closed_at: float) -> "RoundChain":
-        """Return the chain after this manifest, the one with this digest."""
+        """Return the chain after this manifest, which has this digest."""
         round = self.round + 1
         oldest = round - WINDOW
         digests = {number: base for number, base in self.digests.items() if number >= oldest}
@@ -153,10 +153,10 @@ class RoundChain(Message, frozen=True):
 
 
 class StateHead(Statement, frozen=True, kw_only=True):
-    """``states/ROUND-BASE``: a training state before that round, whose blob follows."""
+    """``states/ROUND-BASE``: the head of a training state before that round; the state's bytes follow it."""
 
     chain: RoundChain
-    manifest: bytes  # the state's own, in chunks
+    manifest: bytes  # the manifest of the state's chunks
     most_bytes: ClassVar[int] = 1 << 24
 
     @property

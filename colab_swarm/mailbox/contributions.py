@@ -1,4 +1,4 @@
-"""The contributions to a bucket's rounds: encoded in pieces, judged, and the mean of them. Pure."""
+"""The contributions to a bucket's rounds: how they are encoded in pieces, checked and averaged. Pure."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -12,12 +12,12 @@ from colab_swarm.mailbox.objects import ManifestEntry, PseudoGradient
 from colab_swarm.tensors.codecs import BLOCK_VALUES, MAX_BLOCKS, Codec, Floats
 from colab_swarm.tensors.vector import Vector
 
-PIECE = BLOCK_VALUES * MAX_BLOCKS  # values that are encoded at once
+PIECE = BLOCK_VALUES * MAX_BLOCKS  # number of values that are encoded together
 
 
 @dataclass(frozen=True)
 class StoredContribution:
-    """A contribution as it was read: whole, signed by a member, and finite."""
+    """A contribution that was read and checked: it is complete, signed by a member, and finite."""
 
     place: StoredObject
     head: PseudoGradient
@@ -27,7 +27,7 @@ class StoredContribution:
 
     @property
     def entry(self) -> ManifestEntry:
-        """What a manifest says of it."""
+        """The entry for this contribution in a manifest."""
         head = self.head
         return ManifestEntry(head.member, head.round, self.digest, head.weight, head.samples, head.seconds)
 
@@ -45,7 +45,7 @@ def encoded_bytes(codec: Codec, numel: int) -> int:
 
 
 def pieces(codec: Codec, content: memoryview, numel: int) -> Iterable[tuple[slice, memoryview]]:
-    """Yield the encoded pieces of a vector and their spans; of an empty ``content``, empty pieces."""
+    """Yield the encoded pieces of a vector and their spans; the pieces are empty if ``content`` is empty."""
     begin = 0
     for at in range(0, numel, PIECE):
         count = min(PIECE, numel - at)
@@ -55,7 +55,7 @@ def pieces(codec: Codec, content: memoryview, numel: int) -> Iterable[tuple[slic
 
 
 def decode(codec: Codec, content: memoryview, numel: int) -> Iterable[tuple[slice, Floats]]:
-    """Yield the pieces of an encoded vector; raises ValueError if it is invalid."""
+    """Yield the decoded pieces of a vector and their spans; raises ValueError if the vector is invalid."""
     expected = encoded_bytes(codec, numel)
     require(len(content) == expected, f"{len(content)} encoded bytes, {expected} expected")
     for span, piece in pieces(codec, content, numel):
@@ -63,7 +63,7 @@ def decode(codec: Codec, content: memoryview, numel: int) -> Iterable[tuple[slic
 
 
 def norm_of(codec: Codec, content: memoryview, numel: int) -> float:
-    """Return the norm of an encoded vector; raises ValueError if it is invalid or not finite."""
+    """Return the norm of an encoded vector; raises ValueError if the vector is invalid or not finite."""
     squares = 0.0
     for _, piece in decode(codec, content, numel):
         squares += float(piece.astype(np.float64) @ piece)
@@ -79,7 +79,7 @@ def mean_of(
 ) -> Floats:
     """Write the weighted mean ``sum_i w_i v_i / sum_i w_i`` to ``out``, bit-equal at all peers.
 
-    NumPy multiplies and adds float32 in the order of the entries; no instruction fuses the two.
+    NumPy multiplies and adds float32 values in the order of the entries, and never fuses the two operations.
     """
     out.fill(0.0)
     total = math.fsum(entry.weight for entry in entries)

@@ -1,8 +1,8 @@
 """What a peer that waits for a round does next, from what it has read of the bucket. Pure.
 
-The first sound manifest of a round stands: the store keeps the first of two writes. A manifest is sound if it follows
-the one before, lists each member once, and all contributions that it lists can be read as it says. An unsound one is
-skipped by the next number, after a grace.
+A manifest is *sound* if it follows the manifest before, lists each member once, and if all contributions that it lists
+can be read and match its entries. The first sound manifest of a round counts, because the store keeps the first of two
+writes. If a manifest is unsound, a peer writes another one with the next number, after a grace.
 """
 
 import itertools
@@ -28,17 +28,17 @@ from colab_swarm.mailbox.objects import (
 )
 from colab_swarm.net.peers import PeerId
 
-# between two looks at the bucket
+# Limits of the pause between two looks at the bucket.
 LEAST_PAUSE_S = 0.5
 MOST_PAUSE_S = 60.0
-_BEGIN_PAUSE_S = 5.0  # at most, while the run waits for its first peers
-# A contribution so many times as long as the median one is of a peer that breaks, and would undo the others' work.
+_BEGIN_PAUSE_S = 5.0  # maximum pause while the run waits for its first peers
+# A contribution whose norm is more than this many times the median comes from a broken peer, and would ruin the model.
 MOST_LENGTH = 10_000.0
 
 
 @dataclass(frozen=True)
 class RoundListing:
-    """The objects of the last rounds, by folder; manifests by their number."""
+    """The objects of the last rounds, by folder; manifests are sorted by their number."""
 
     contributions: dict[str, list[StoredObject]] = field(default_factory=dict)
     manifests: dict[str, list[StoredObject]] = field(default_factory=dict)
@@ -67,7 +67,7 @@ class RoundListing:
 
     @property
     def latest(self) -> int:
-        """The last round that has a manifest, on whatever branch; -1 if none has."""
+        """The last round that has a manifest, on any branch; -1 if no round has one."""
         return max(map(round_of, self.manifests), default=-1)
 
     def at(self, path: str) -> StoredObject | None:
@@ -78,7 +78,7 @@ class RoundListing:
         return None
 
     def next_manifest(self, folder: str) -> str:
-        """Return the path of another manifest."""
+        """Return the path of the next manifest in a round's folder."""
         taken = self.manifests.get(folder, ())
         number = 0
         if taken:
@@ -88,16 +88,16 @@ class RoundListing:
 
 @dataclass(frozen=True)
 class ClosedRound:
-    """A round that a manifest closes, with the chain after it."""
+    """A round that a manifest closes, and the chain after it."""
 
-    place: StoredObject  # of the manifest
+    place: StoredObject  # the manifest's object
     manifest: RoundManifest
     after: RoundChain
     contributions: dict[bytes, StoredContribution]  # by digest
 
     @property
     def loss(self) -> float | None:
-        """The swarm's loss of the round, equal at all peers."""
+        """The swarm's mean loss in the round, equal at all peers."""
         entries = self.manifest.entries
         return swarm_loss((entry.weight, self.contributions[entry.digest].head.loss) for entry in entries)
 
@@ -107,7 +107,7 @@ class ClosedRound:
 
 @dataclass
 class Seen:
-    """What a peer has read of the rounds in its last ``listing``; what does not count has a fault."""
+    """What a peer has read of the rounds in its last ``listing``; an object that does not count has a fault."""
 
     listing: RoundListing = field(default_factory=RoundListing)
     manifests: dict[StoredObject, tuple[RoundManifest, bytes]] = field(default_factory=dict)  # with digests
@@ -123,7 +123,7 @@ class Seen:
         return [place for place in places if not any(place in read for read in known)]
 
     def open_places(self, chain: RoundChain) -> list[StoredObject]:
-        """Return where contributions are that the round may list, the oldest round first."""
+        """Return the places of the contributions that the round may list, the oldest round first."""
         places = []
         for round, folder in sorted(chain.folders.items()):
             for place in self.listing.contributions.get(folder, ()):
@@ -132,7 +132,10 @@ class Seen:
         return places
 
     def open_contributions(self, chain: RoundChain) -> dict[PeerId, StoredContribution]:
-        """Return what the round may list: the oldest contribution of each member, the last round's members first."""
+        """Return the oldest contribution of each member, by member, which the round may list.
+
+        If there are more than `MOST_MEMBERS`, the last round's members have priority.
+        """
         oldest: dict[PeerId, StoredContribution] = {}
         for place in self.open_places(chain):
             if place in self.contributions:
@@ -141,7 +144,7 @@ class Seen:
         return {member: oldest[member] for member in sorted(members[:MOST_MEMBERS])}
 
     def author_of(self, place: StoredObject) -> PeerId | None:
-        """Return who signed an object, if that is known."""
+        """Return the member that signed an object, or None if it is not known."""
         if place in self.manifests:
             return self.manifests[place][0].member
         if place in self.contributions:
@@ -149,7 +152,7 @@ class Seen:
         return None
 
     def gone(self, chain: RoundChain) -> set[PeerId]:
-        """Return the members of the last round that said farewell: this one need not wait for them."""
+        """Return the members of the last round that said farewell, for which this round need not wait."""
         gone = set()
         for path, member in chain.farewells.items():
             if self.listing.farewells.get(path) in self.farewells:
@@ -157,7 +160,7 @@ class Seen:
         return gone
 
     def forget(self, chain: RoundChain) -> None:
-        """Forget what matters no more for the rounds from the chain's on."""
+        """Forget objects that the chain's next round, and those after it, do not need."""
         oldest = chain.round - WINDOW
         for place, contribution in list(self.contributions.items()):
             if not chain.may_count(place.member, contribution.head.round):
@@ -176,7 +179,7 @@ class Follow:
 
 @dataclass(frozen=True)
 class LoadState:
-    """Load the state that leads to the other members: they went on from another manifest, or this peer slept."""
+    """Load the state that leads to the other members, which went on from another manifest or while this peer slept."""
 
 
 @dataclass(frozen=True)
@@ -190,12 +193,12 @@ class Close:
 
 @dataclass(frozen=True)
 class Wait:
-    """Look at the bucket again after a while.
+    """Look at the bucket again after a pause.
 
     Attributes:
-        pause_s: until then.
-        late_members: for whom the round waits, if it takes longer than usual.
-        most_s: then it goes on without them.
+        pause_s: seconds until the next look.
+        late_members: members for which the round waits, if it takes longer than usual.
+        most_s: seconds after which the round goes on without them.
     """
 
     pause_s: float
@@ -217,14 +220,15 @@ def decide(
     left_out: Collection[PeerId] = (),
     may_leave: bool = True,
 ) -> Decision:
-    """Return what a peer does next whose next round is that of ``chain``.
+    """Return what a peer does next.
 
     Args:
-        seen: all that `Seen.unread` names was read.
+        chain: the peer's chain; its next round is the one to decide on.
+        seen: what the peer has read, with all objects that `Seen.unread` names.
         now: the store's time, in seconds.
         branch: the folder of each round that this peer has followed.
-        min_peers: contributors without whom this peer closes no round.
-        left_out: members for whom this peer waits no longer than usual.
+        min_peers: minimum number of contributors with which this peer closes a round.
+        left_out: members for which this peer waits no longer than usual.
         may_leave: False if there is no state that leads to the other members.
     """
     closed = standing(chain, seen)
@@ -242,7 +246,7 @@ def decide(
     due_at = chain.due_at(contributions.keys(), gone, left_out)
     places = seen.listing.manifests.get(chain.folder)
     if places:
-        # What an unsound manifest lists may be written again.
+        # Contributions that an unsound manifest lists may be written again meanwhile.
         due_at = max(due_at, places[-1].modified_at + chain.grace_s)
     if now < due_at:
         pause_s = _bounded(min(pause_s, due_at - now))
@@ -262,7 +266,7 @@ def decide(
 
 
 def _median_length(contributions: Iterable[StoredContribution]) -> float:
-    """Return the median norm of those that are not zero; of two, the larger one."""
+    """Return the median of the norms that are not zero; of two, the larger one."""
     norms = [contribution.norm for contribution in contributions if contribution.norm]
     if not norms:
         return 0.0
@@ -270,10 +274,10 @@ def _median_length(contributions: Iterable[StoredContribution]) -> float:
 
 
 def standing(chain: RoundChain, seen: Seen) -> ClosedRound | None:
-    """Return the round as its first sound manifest closes it, if there is one.
+    """Return the round as the manifest that counts closes it; None if there is no sound manifest.
 
-    A synced folder may show two firsts, or show a contribution to some members only. Then the manifest stands on which
-    most members built.
+    This is the first sound manifest, except in a synced folder, which may show two first manifests, or show a
+    contribution to some members only. Then the manifest counts on which most members build.
     """
     faults = unsound(chain, seen)
     standing = None
@@ -292,7 +296,7 @@ def standing(chain: RoundChain, seen: Seen) -> ClosedRound | None:
 
 
 def unsound(chain: RoundChain, seen: Seen) -> dict[StoredObject, str]:
-    """Return the manifests of a round that do not count, and why."""
+    """Return the manifests of a round that do not count, with the reasons."""
     faults = {}
     for place in seen.listing.manifests.get(chain.folder, ()):
         if place in seen.faults:
@@ -314,7 +318,7 @@ def unsound(chain: RoundChain, seen: Seen) -> dict[StoredObject, str]:
 
 
 def _listed(chain: RoundChain, manifest: RoundManifest, seen: Seen) -> dict[bytes, StoredContribution]:
-    """Return the contributions that a manifest lists, by digest; those that were read."""
+    """Return those contributions that a manifest lists and that were read, by digest."""
     digests = {entry.digest for entry in manifest.entries}
     listed = {}
     for place in seen.open_places(chain):
@@ -327,7 +331,7 @@ def _listed(chain: RoundChain, manifest: RoundManifest, seen: Seen) -> dict[byte
 def others_elsewhere(
     chain: RoundChain, branch: Mapping[int, str], seen: Seen, me: PeerId
 ) -> dict[PeerId, float]:
-    """Return the members whose newest contribution is on another branch than this peer's, and since when it is there.
+    """Return the members whose newest contribution is on another branch than this peer's, and since when each is there.
 
     ``branch`` has the folder of each round that this peer has followed.
     """
@@ -351,9 +355,9 @@ def _is_elsewhere(place: StoredObject, chain: RoundChain, branch: Mapping[int, s
 
 
 def is_left(chain: RoundChain, branch: Mapping[int, str], seen: Seen, now: float, me: PeerId) -> bool:
-    """Return whether more members build on another manifest than on this peer's, for a grace already.
+    """Return True if, for at least a grace, more members build on another branch than on this peer's.
 
-    Of two branches with as many members, the one that is further stands; the digest decides ties.
+    If both have equally many members, the branch at the later round counts, and at equal rounds the digest decides.
     """
     elsewhere = others_elsewhere(chain, branch, seen, me)
     if not elsewhere or now < min(elsewhere.values()) + chain.grace_s:
@@ -373,7 +377,10 @@ def is_left(chain: RoundChain, branch: Mapping[int, str], seen: Seen, now: float
 def late_s(
     chain: RoundChain, seen: Seen, closed: ClosedRound, awaited: Collection[PeerId], contributed_at: float
 ) -> dict[PeerId, float]:
-    """Return how long the round, beyond the usual and this peer's own contribution, waited for late members."""
+    """Return how long the round waited for each late member.
+
+    The time counts from the end of a usual round or from this peer's own contribution, whichever is later.
+    """
     usual_at = max(chain.late_at, contributed_at)
     came_at: dict[PeerId, float] = {}
     for place in seen.open_places(chain):

@@ -1,4 +1,7 @@
-"""A peer's way along a bucket's rounds: it contributes, and waits until a round is over."""
+"""How a peer follows the rounds of a bucket: it contributes, and waits until a round is over.
+
+A *look* is one reading of the bucket: the list of the last rounds' objects, and the objects that a decision needs.
+"""
 
 import asyncio
 import logging
@@ -37,9 +40,9 @@ from colab_swarm.training.records import ProgressRecord, StateSketch
 from colab_swarm.training.settings import RoundInput
 
 logger = logging.getLogger(__name__)
-FRESH_S = 1.0  # age of the look by which a round is closed, at most
-_MOST_ROUNDS = 32.0  # in which a late member is not awaited
-TELL_S = 3.0  # of a wait for a late round, before a word on it
+FRESH_S = 1.0  # maximum age of the look by which a round is closed
+_MOST_ROUNDS = 32.0  # maximum number of rounds for which a late member is not awaited
+TELL_S = 3.0  # how long a peer waits for a late round before it tells the user
 
 
 @dataclass
@@ -50,25 +53,25 @@ class _Written:
     path: str
     # The whole object, to write it again if it is deleted.
     data: bytes
-    # Its values, to know what compression cut off; empty if an earlier session wrote it.
+    # Its encoded values, which show what compression cut off; empty if an earlier session wrote the object.
     content: bytes
-    # When it was written, by this peer's clock, until the store's time of it is known.
+    # When it was written by this peer's clock; None once the store's time of the object is known.
     written_at: float | None = None
-    # Where the last look that had it found it.
+    # The object as the last look showed it.
     place: StoredObject | None = None
 
 
 @dataclass(frozen=True)
 class Counted:
-    """What a round that is over means for a contribution."""
+    """What a closed round means for a contribution."""
 
     closed: ClosedRound
-    counted: bool  # it lists the contribution
-    over: bool  # no later round will
+    counted: bool  # True if the round lists the contribution
+    over: bool  # True if no later round can list it
 
 
 class ChainFollower:
-    """Follows the rounds of a bucket. ``until()`` is when the trainer waits no longer, loop time."""
+    """Follows the rounds of a bucket. ``until()`` returns the loop time until which the trainer waits."""
 
     def __init__(
         self,
@@ -78,24 +81,24 @@ class ChainFollower:
         until: Callable[[], float],
         name_of: Callable[[PeerId], str],
     ) -> None:
-        # None: not read yet, or most others have left it behind.
+        # The chain of this peer. None if it is not read yet, or if most members build on another branch.
         self.chain: RoundChain | None = None
-        # A state that leads to those others, until `begin`.
+        # A state that leads to those members, until `begin`.
         self.later: tuple[RoundChain, Snapshot] | None = None
         # What this peer has read of the last rounds.
         self.seen = Seen()
         # The folders of the last rounds that this peer has followed since `begin`.
         self._branch: dict[int, str] = {}
-        # Whether some members are on another branch, by the last look.
+        # Whether some members were on another branch at the last look.
         self.has_others_elsewhere = False
-        # The states of which none leads to the others.
+        # States that were tried already, to find one that leads to those members.
         self._tried: list[StoredObject] = []
-        # Contributors without whom this peer does not close the run's first round.
+        # Minimum number of contributors with which this peer closes the run's first round.
         self.min_peers = 1
         self._journal = journal
         self._me = me
         self._events = events
-        # Its times are rounds.
+        # Here "seconds" are numbers of rounds.
         self._patience = Patience[PeerId](1.0, longest_s=_MOST_ROUNDS)
         self._until = until
         self._name_of = name_of
@@ -104,7 +107,7 @@ class ChainFollower:
         self._followed_at = loop_now()
         # How long the last contribution took to upload.
         self._upload_s = 0.0
-        # The last rounds that were told to be late, and of which the contribution was written again.
+        # The last round that the user was told is late, and the last one whose contribution was written again.
         self._late_round = -1
         self._restored_round = -1
 
@@ -115,7 +118,7 @@ class ChainFollower:
         return is_listed or self._own is not None
 
     def begin(self, chain: RoundChain) -> None:
-        """Go on from the round of a state."""
+        """Continue from the round of a state."""
         self.chain = chain
         self.later = None
         self._branch = chain.folders
@@ -123,7 +126,7 @@ class ChainFollower:
         self._on_chain(chain)
 
     def on_round(self, closed: ClosedRound) -> None:
-        """Go on to the next round, after the mean of this one was applied."""
+        """Continue with the next round, after the mean of this one was applied."""
         self.chain = closed.after
         oldest = closed.after.round - LISTED_ROUNDS
         branch = self._branch | closed.after.folders
@@ -139,7 +142,10 @@ class ChainFollower:
     async def write(
         self, contribution: RoundInput, record: ProgressRecord, sketch: StateSketch | None
     ) -> int:
-        """Write the contribution, and return its round; one that is not listed yet goes first."""
+        """Write the contribution, and return its round.
+
+        If an earlier contribution may still be listed, nothing is written, and the earlier one's round is returned.
+        """
         chain = self.chain
         journal = self._journal
         assert chain is not None
@@ -167,7 +173,7 @@ class ChainFollower:
         )
         path = f"{chain.folder}/{self._me.hex()}"
         began_at = loop_now()
-        # Before the upload, whose answer may get lost.
+        # Set before the upload, because the store's answer may get lost.
         own = _Written(chain.round, path, data, content)
         self._own = own
         is_new = await journal.patiently(journal.bucket.create, path, data)
@@ -181,15 +187,16 @@ class ChainFollower:
             with suppress(PeerError, ValueError):
                 own.data, _, _ = await journal.whole(place, PseudoGradient, len(content))
         if own.data != data:
-            # An earlier session of this peer has contributed: that one counts.
+            # An earlier session of this peer has contributed to this round, and that contribution counts.
             own.content = b""
             await asyncio.to_thread(_keep_loss, vector, journal.codec, b"")
         return chain.round
 
     async def next_round(self, contribution: RoundInput, round: int) -> Counted | None:
-        """Wait until a round is over, close it if that is due, and say what it means for the contribution to ``round``.
+        """Wait until a round is over, or close it if this is due.
 
-        None if the trainer waits no longer, or this peer must catch up.
+        Returns what the round means for this peer's contribution to ``round``. Returns None if the trainer does not
+        wait any longer, or if this peer must catch up.
         """
         chain = self.chain
         journal = self._journal
@@ -226,12 +233,15 @@ class ChainFollower:
             await asyncio.sleep(min(pause_s, self._until() - loop_now()))
 
     async def _decide(self, chain: RoundChain) -> Decision:
-        """Look at the bucket, and return what to do next; seek the state that leads to the others, if they left."""
+        """Look at the bucket, and return what to do next.
+
+        If most members build on another branch, search for a state that leads to them.
+        """
         journal = self._journal
         await journal.look(chain, self.seen)
         was_restored = await self._restore()
         if was_restored or loop_now() > journal.listed_at + FRESH_S:
-            # Others may have written while this peer was reading: a manifest must list that too.
+            # While this peer was reading, others may have written contributions that a manifest must list, too.
             await journal.look(chain, self.seen)
         self._find_own()
         self.has_others_elsewhere = bool(others_elsewhere(chain, self._branch, self.seen, self._me))
@@ -265,7 +275,7 @@ class ChainFollower:
         return {member for member in chain.members if not self._patience.is_awaited(member, chain.round)}
 
     def _settle(self, chain: RoundChain, closed: ClosedRound) -> None:
-        """Leave out the members for which a round waited, and await those again that it lists in time."""
+        """Leave out the members for which the round had to wait, and await members again that were in time."""
         own = self._own
         contributed_at = 0.0
         if own is not None and own.place is not None:
@@ -281,7 +291,7 @@ class ChainFollower:
                 self._patience.on_counted(entry.member)
 
     def _tell_late(self, chain: RoundChain, wait: Wait, waited_s: float) -> None:
-        """Say once for whom a round waits that takes longer than usual."""
+        """Tell the user, once, for which members a late round waits."""
         if chain.round == self._late_round or not wait.late_members or waited_s < TELL_S:
             return
         self._late_round = chain.round
@@ -294,12 +304,12 @@ class ChainFollower:
         self._events.emit(Notice(loop_now(), text, logged=True))
 
     async def _restore(self) -> bool:
-        """Write the own contribution again if it was deleted or damaged; return whether that was so."""
+        """Write this peer's contribution again if it was deleted or damaged; return True if it was written."""
         own = self._own
         journal = self._journal
         listing = self.seen.listing
         if own is None or listing.latest > own.round + WINDOW:
-            # Others went on, and may have deleted old rounds.
+            # The other members are further, and may have deleted old rounds.
             return False
         place = listing.at(own.path)
         if place is not None and place not in self.seen.faults:
@@ -323,7 +333,7 @@ class ChainFollower:
         return written
 
     def _find_own(self) -> None:
-        """Find the own contribution that is not listed yet, and set the store's clock by it."""
+        """Find this peer's contribution in the last look, and set the store's clock by it."""
         own = self._own
         if own is None:
             return
@@ -333,10 +343,10 @@ class ChainFollower:
         own.place = place
         if own.written_at is not None:
             self._journal.bucket.on_time(place.modified_at, own.written_at)
-            own.written_at = None  # others may overwrite it
+            own.written_at = None  # only once, because others may overwrite the object
 
 
 def _keep_loss(vector: Vector, codec: Codec, content: bytes) -> None:
-    """Keep as error feedback what the contribution that is in the bucket, if it is known, lacks."""
+    """Keep as error feedback what the vector has and the encoded ``content`` lacks; all of it if that is empty."""
     for span, piece in pieces(codec, memoryview(content), vector.numel):
         vector.keep_loss(span.start, span.stop, codec, piece)

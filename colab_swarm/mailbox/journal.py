@@ -1,4 +1,4 @@
-"""The objects of one model of a run: read and checked, signed and written, however long it takes."""
+"""Reads and checks, signs and writes the objects of one model of a run; it repeats requests while a store is away."""
 
 import asyncio
 import logging
@@ -45,14 +45,14 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 P = ParamSpec("P")
 READS_AT_ONCE = 16
-LISTED_ROUNDS = 16  # so far behind this peer is a branch that it can see
+LISTED_ROUNDS = 16  # a peer sees other branches that are at most this many rounds behind it
 _MAX_TOLD = 1000
 RoleOf: TypeAlias = Callable[[bytes, bytes, float], Role]
-"""``role_of(key, membership, at)``: a member's role at a time; raises `PeerError` if it is none."""
+"""``role_of(key, membership, at)`` returns a member's role at a time; raises `PeerError` for a peer without a role."""
 
 
 class Statements:
-    """What members that train wrote in a ``bucket`` about the model of ``prefix``."""
+    """Reads the statements that training members wrote in a ``bucket`` about the model of ``prefix``."""
 
     def __init__(self, bucket: Bucket, prefix: str, role_of: RoleOf) -> None:
         self._bucket = bucket
@@ -60,14 +60,14 @@ class Statements:
         self._role_of = role_of
 
     def opened(self, place: StoredObject, data: bytes | None, kind: type[H]) -> tuple[H, memoryview]:
-        """Return a whole object's statement and content. Raises `PeerError` or ValueError."""
+        """Return the statement and content of an object. Raises `PeerError` or ValueError if it does not count."""
         require(data is not None, "it is not there", ProtocolError)
         statement, content = unseal(data or b"", kind)
         self._require_author(place, statement)
         return statement, content
 
     async def head(self, place: StoredObject, kind: type[H]) -> H | None:
-        """Return the statement of an object by its start; None if it is something else."""
+        """Read only the start of an object, and return its statement; None if it is no valid statement."""
         data = await self._start(place, HEADER_BYTES)
         end = start_bytes(data)
         if len(data) < end <= min(place.size_bytes, kind.most_bytes):
@@ -80,7 +80,10 @@ class Statements:
         return statement
 
     async def card(self) -> Card | None:
-        """Return what the peers have agreed on, if they have. Raises `ProtocolError` if it cannot be read."""
+        """Return the card with what the peers have agreed on; None if there is none.
+
+        Raises `ProtocolError` if the card cannot be read.
+        """
         places = [place for place in await self._bucket.list("card") if place.path == CARD]
         if not places:
             return None
@@ -93,7 +96,7 @@ class Statements:
         return card
 
     async def _start(self, place: StoredObject, most_bytes: int) -> bytes:
-        """Return an object, of a large one its first bytes."""
+        """Return the bytes of an object, or only the first ``most_bytes`` of a larger one."""
         if place.size_bytes <= most_bytes:
             return await self._bucket.read(place.path) or b""
         return await self._bucket.read(place.path, most_bytes) or b""
@@ -107,9 +110,9 @@ class Statements:
 
 
 class Journal:
-    """What the members of a collaboration have written, and this one writes, in a ``bucket``.
+    """Reads what the members of a collaboration have written in a ``bucket``, and writes this peer's objects.
 
-    ``until()`` is when this peer no longer waits for a bucket that is away, loop time.
+    ``until()`` returns the loop time until which this peer waits for a bucket that does not answer.
     """
 
     def __init__(
@@ -131,10 +134,10 @@ class Journal:
         self._until = until
         self._is_away = False
         self._forgave_at = -math.inf  # when faults were last forgotten
-        self._told: dict[StoredObject, None] = {}  # objects of which a fault was reported
+        self._told: dict[StoredObject, None] = {}  # objects whose fault was reported
 
     def signed(self, kind: type[H], content: bytes | memoryview = b"", **fields: Any) -> bytes:
-        """Return an object of this peer."""
+        """Return the bytes of an object with a statement that this peer signs."""
         statement = kind(
             prefix=self._prefix,
             key=self._peers.public_key,
@@ -147,7 +150,7 @@ class Journal:
     async def patiently(
         self, ask: Callable[P, Coroutine[Any, Any, T]], *given: P.args, **more: P.kwargs
     ) -> T:
-        """Ask the bucket until it answers; raises `BucketError` if it refuses this peer."""
+        """Repeat a request until the bucket answers; raises `BucketError` if the bucket refuses this peer."""
         pause_s = LEAST_PAUSE_S
         while True:
             try:
@@ -167,7 +170,7 @@ class Journal:
             return answer
 
     async def agreed_card(self, own: bytes) -> Card:
-        """Return what the peers of this model have agreed on; ``own`` if this peer is the first."""
+        """Return what the peers of this model have agreed on; if this peer is the first, its ``own`` card."""
         await self.bucket.create(CARD, own)
         card = await self.statements.card()
         if card is None:
@@ -175,19 +178,19 @@ class Journal:
         return card
 
     async def look(self, chain: RoundChain, seen: Seen) -> None:
-        """Read all that a decision on the chain's next round needs."""
+        """List the last rounds, and read all objects that a decision on the chain's next round needs."""
         first = max(chain.round - LISTED_ROUNDS, 0)
         places = await self.patiently(self.bucket.list, "rounds", f"rounds/{first:08d}")
         self.listed_at = loop_now()
         if self.listed_at > self._forgave_at + chain.grace_s:
-            # An answer may have been cut off, and a synced folder may show the whole file by now.
+            # Read objects with faults again: the answer may have been cut off, or a synced folder may be complete now.
             self._forgave_at = self.listed_at
             seen.faults.clear()
         seen.listing = RoundListing.of(places)
         await self._read_for(chain, seen)
 
     async def follow(self, chain: RoundChain, seen: Seen) -> AsyncIterator[ClosedRound]:
-        """Yield the rounds that are over, from this place on."""
+        """Yield the closed rounds after ``chain``, in order."""
         await self.look(chain, seen)
         while (closed := standing(chain, seen)) is not None:
             yield closed
@@ -196,7 +199,7 @@ class Journal:
             await self._read_for(chain, seen)
 
     async def _read_for(self, chain: RoundChain, seen: Seen) -> None:
-        # All at once would be in memory before any of them is judged.
+        # Not all together, because all would be in memory before the first is checked.
         turns = asyncio.Semaphore(READS_AT_ONCE)
 
         async def read_in_turn(place: StoredObject) -> None:
@@ -237,7 +240,7 @@ class Journal:
         return data or b"", statement, content
 
     def tell(self, place: StoredObject, fault: str, author: PeerId | None = None) -> None:
-        """Report an object that does not count, once; ``author`` signed it, where that is known."""
+        """Report an object that does not count, once; ``author`` is the member that signed it, if known."""
         if place in self._told:
             return
         remember(self._told, place, None, _MAX_TOLD)
@@ -251,15 +254,15 @@ class Journal:
         return mean_of(closed.manifest.entries, closed.contributions, self.codec, out)
 
     async def leave(self, chain: RoundChain) -> None:
-        """Say that no round need wait for this peer."""
+        """Write a farewell, so that no round waits for this peer."""
         path = f"{chain.folder}/{self._peers.id.hex()}{LEFT}"
         await self.bucket.create(path, self.signed(Farewell, base=chain.base))
 
     async def first_or_newest_state(self, own: Callable[[], Snapshot]) -> tuple[RoundChain, Snapshot | None]:
-        """Return where the run was and its state then, the newest that can be read.
+        """Return the newest readable state, and the chain at this state.
 
-        Without any, this peer's ``own`` becomes the first one; then the state is None. Raises `StateError` if none
-        can be read.
+        If the bucket has no state, this peer writes its ``own`` as the first one, and None is returned as the state.
+        Raises `StateError` if there are states, and none can be read.
         """
         while True:
             newest = await self.newest_state(await self.states())
@@ -277,7 +280,7 @@ class Journal:
     ) -> tuple[RoundChain, Snapshot] | None:
         """Return the newest of these states that can be read, and its chain; None if there is none.
 
-        It must not lead to the branch that this peer has ``left``, of which this has the folders by round.
+        With ``left``, the folders of a branch by round, states that lead to this branch are skipped.
         """
         fault = ""
         for place in places:
@@ -323,13 +326,16 @@ class Journal:
         return [place for place in reversed(places) if STATE_PLACE.fullmatch(place.path)]
 
     async def write_state(self, chain: RoundChain, snapshot: Snapshot) -> bool:
-        """Write a state; False if another peer was first."""
+        """Write a state; returns False if another peer has written it before."""
         blob = memoryview(snapshot.blob.data)
         data = await asyncio.to_thread(self.signed, StateHead, blob, chain=chain, manifest=snapshot.head)
         return await self.bucket.create(chain.state_path, data)
 
     async def trim(self, round: int) -> None:
-        """Delete what is older than the last state but one before ``round``, and was written before it."""
+        """Keep the two newest states up to ``round``; delete older states, and rounds that the kept states do not need.
+
+        Only objects that were written before the older of the two kept states are deleted.
+        """
         states = [place for place in await self.states() if round_of(place.path) <= round]
         if len(states) < 2:
             return
@@ -338,7 +344,7 @@ class Journal:
         rounds = [place for place in await self.bucket.list("rounds") if PLACE.fullmatch(place.path)]
         old = [place.path for place in states[2:] if place.modified_at < kept.modified_at]
         for place in rounds:
-            # Of another branch that is behind, all is newer.
+            # The objects of another branch that is behind were written later, so they stay.
             if round_of(place.path) < first and place.modified_at < kept.modified_at:
                 old.append(place.path)
         await self.bucket.delete(old)

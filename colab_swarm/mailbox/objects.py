@@ -1,4 +1,7 @@
-"""What members write into a bucket: signed statements, their paths, and the bytes of an object. Pure."""
+"""What members write into a bucket: signed statements, their paths, and the bytes of an object. Pure.
+
+An object is a statement, which its writer signs, and the content that follows it, such as encoded values.
+"""
 
 import re
 from typing import Annotated, ClassVar, Final, TypeVar
@@ -15,8 +18,8 @@ from colab_swarm.net.peers import Buffer, Message, PeerId, decoded
 from colab_swarm.training.records import Agreement, Rates, StateSketch
 
 H = TypeVar("H", bound="Statement")
-MOST_MEMBERS = 256  # of a round
-HEADER_BYTES = 1 << 16  # of a statement, at most
+MOST_MEMBERS = 256  # maximum number of members of a round
+HEADER_BYTES = 1 << 16  # maximum size of a statement
 MANIFEST_BYTES = 1 << 20
 MIN_PACE_S = 1.0
 MAX_PACE_S = 6 * 3600.0
@@ -32,12 +35,12 @@ _HEAD: Final = len(_MARK) + 1 + 4  # bytes of an object before its statement
 
 
 def folder_of(round: int, base: bytes) -> str:
-    """Return a round's folder after the manifest with this digest: nobody knows it before."""
+    """Return the folder of a round after the manifest with this digest; nobody can know it before that manifest."""
     return f"rounds/{round:08d}-{base[:8].hex()}"
 
 
 def round_of(path: str) -> int:
-    """Return the round of the path of a state, or of an object of a round."""
+    """Return the round that the path of a state, or of an object of a round, belongs to."""
     return int(path.partition("/")[2][:8])
 
 
@@ -48,13 +51,13 @@ Hash = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
 
 
 class Statement(Signed, frozen=True, kw_only=True):
-    """What a member writes: signed, about one model of a run, with its membership."""
+    """What a member writes about one model of a run; it is signed, and contains the writer's membership."""
 
     prefix: Annotated[str, msgspec.Meta(max_length=200)]
     key: Key
     membership: Annotated[bytes, msgspec.Meta(max_length=MAX_MEMBERSHIP_BYTES)]
     content: Annotated[bytes, msgspec.Meta(max_length=32)] = b""  # digest of the rest of the object
-    most_bytes: ClassVar[int] = HEADER_BYTES  # of an object without its content
+    most_bytes: ClassVar[int] = HEADER_BYTES  # maximum size of an object without its content
 
     @property
     def member(self) -> PeerId:
@@ -62,7 +65,7 @@ class Statement(Signed, frozen=True, kw_only=True):
 
     @property
     def path_part(self) -> str:
-        """A part of the paths where such a statement counts: anybody can write a copy elsewhere."""
+        """A part that the path must contain for the statement to count, because anyone can write a copy elsewhere."""
         raise NotImplementedError
 
 
@@ -70,7 +73,9 @@ class Card(Statement, frozen=True, kw_only=True):
     """``card/first``: what the peers of a model have agreed on.
 
     Attributes:
-        min_peers: whose contributions the first round needs.
+        schema: digest of the vector's layout and of what the peers agree on.
+        agreement: names and values of the settings that all peers share.
+        min_peers: number of peers whose contributions the first round needs.
     """
 
     schema: bytes
@@ -84,18 +89,18 @@ class Card(Statement, frozen=True, kw_only=True):
 
 
 class PseudoGradient(Statement, frozen=True, kw_only=True):
-    """``rounds/ROUND-BASE/MEMBER``: a pseudo-gradient, which follows encoded."""
+    """``rounds/ROUND-BASE/MEMBER``: a member's contribution to a round; the encoded pseudo-gradient follows."""
 
     round: Round
-    base: Hash  # digest of the manifest that this member's model was at
+    base: Hash  # digest of the manifest from which this member's model went on
     weight: Annotated[float, msgspec.Meta(gt=0, lt=1e12)]
     samples: Figure
-    samples_per_s: Figure  # of this member
-    seconds: Figure  # since it knew that manifest, and of its last upload: a usual round has both
+    samples_per_s: Figure  # this member's speed
+    seconds: Figure  # since the member learned of that manifest, plus the time of its last upload
     name: Annotated[str, msgspec.Meta(max_length=100)]  # for people
     loss: float | None = None
     rates: Rates = ()  # as in `ProgressRecord`
-    sketch: StateSketch | None = None  # of the member's state at that manifest, every few rounds
+    sketch: StateSketch | None = None  # a sketch of the member's state at that manifest, every few rounds
 
     @property
     def path_part(self) -> str:
@@ -103,7 +108,7 @@ class PseudoGradient(Statement, frozen=True, kw_only=True):
 
 
 class Farewell(Statement, frozen=True, kw_only=True):
-    """``rounds/ROUND-BASE/MEMBER-left``: no round need wait until this member contributes again."""
+    """``rounds/ROUND-BASE/MEMBER-left``: rounds need not wait for this member until it contributes again."""
 
     base: Hash
 
@@ -113,7 +118,7 @@ class Farewell(Statement, frozen=True, kw_only=True):
 
 
 class ManifestEntry(Message, frozen=True):
-    """A contribution that counts, with what it says of itself."""
+    """A contribution that counts, with the figures that it contains."""
 
     member: PeerId
     round: Round
@@ -124,7 +129,7 @@ class ManifestEntry(Message, frozen=True):
 
 
 class RoundManifest(Statement, frozen=True, kw_only=True):
-    """``rounds/ROUND-BASE/manifest-NUMBER``: closes a round."""
+    """``rounds/ROUND-BASE/manifest-NUMBER``: closes a round, and lists the contributions that count."""
 
     round: Round
     base: Hash  # digest of the manifest before
@@ -147,7 +152,7 @@ def seal(statement: Statement, content: Buffer = b"") -> bytes:
 
 
 def unseal(data: bytes, kind: type[H]) -> tuple[H, memoryview]:
-    """Return a statement that its own key signed, and the content; raises `ProtocolError`."""
+    """Return the statement of an object, whose signature is checked, and its content; raises `ProtocolError`."""
     statement, content = unseal_start(data, kind)
     named = statement.content or content_digest(b"")
     require(content_digest(content) == named, "it is cut off or changed", ProtocolError)
@@ -155,7 +160,7 @@ def unseal(data: bytes, kind: type[H]) -> tuple[H, memoryview]:
 
 
 def unseal_start(data: bytes, kind: type[H]) -> tuple[H, memoryview]:
-    """Return a statement that its own key signed, and the rest of the start of an object."""
+    """Return the statement from the first bytes of an object, its signature checked, and the remaining bytes."""
     require_version(data)
     end = start_bytes(data)
     is_whole = data.startswith(_MARK) and len(data) >= _HEAD and end <= len(data)
@@ -166,7 +171,7 @@ def unseal_start(data: bytes, kind: type[H]) -> tuple[H, memoryview]:
 
 
 def require_version(data: bytes) -> None:
-    """Raise `ProtocolError` for an object that another version of the package wrote."""
+    """Raise `ProtocolError` if another protocol version wrote this object."""
     version = data[len(_MARK) : len(_MARK) + 1]
     is_other = data.startswith(_MARK) and version not in (b"", bytes([VERSION]))
     require(
@@ -178,5 +183,5 @@ def require_version(data: bytes) -> None:
 
 
 def start_bytes(data: bytes) -> int:
-    """Return where the statement of an object ends, by the object's first bytes."""
+    """Return the number of bytes up to the end of an object's statement, from the object's first bytes."""
     return _HEAD + int.from_bytes(data[_HEAD - 4 : _HEAD], "big")

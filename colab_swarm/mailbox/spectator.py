@@ -1,4 +1,4 @@
-"""Who trains a model in a bucket, for a peer that only looks on."""
+"""The peers that train a model in a bucket, for a peer that only watches."""
 
 import itertools
 import math
@@ -18,8 +18,8 @@ from colab_swarm.snapshot import PeerRow
 async def last_members(bucket: Bucket, prefix: str, admission: MembershipAdmission | None) -> list[PeerRow]:
     """Return the members of the newest closed round; raises `JoinError` if there is none.
 
-    It reads the starts of objects, not their values, and writes nothing. ``admission`` is the run's; None in an open
-    run.
+    This function reads only the statements of objects, not their values, and writes nothing. ``admission`` is that of
+    the run; None in an open run.
     """
 
     def role_of(key: bytes, membership: bytes, at: float) -> Role:
@@ -39,7 +39,7 @@ async def last_members(bucket: Bucket, prefix: str, admission: MembershipAdmissi
 
     async def row_of(member: PeerId, step: int) -> PeerRow:
         row = PeerRow(short(member), short(member), "trainer", step, 0.0, 0.0, reachable=None, me=False)
-        # the newest contribution may be of the round that is open
+        # the newest contribution may belong to the round that is still open
         every = itertools.chain(*listing.contributions.values())
         contributions = [place for place in every if place.member == member]
         newest = await first_of(reversed(contributions), PseudoGradient)
@@ -48,7 +48,7 @@ async def last_members(bucket: Bucket, prefix: str, admission: MembershipAdmissi
             place, head = newest
             folder = place.folder
             loss = head.loss
-            # JSON has no other numbers
+            # JSON has only finite numbers
             if loss is not None and not math.isfinite(loss):
                 loss = None
             heard_s = max(0.0, bucket.now() - place.modified_at)

@@ -1,13 +1,13 @@
 """Memberships: signed statements that a peer's key has a role in a run, which every peer can check offline.
 
-The authority signs them, or a `Grant` of an invitation's key, which signs them: this admits late
-joiners while the authority is offline. The invitation holds the secret of its own key, so the
-joining peer signs its membership itself. Such a membership says when it was issued, and nobody can
-check that: after ``join_until`` a peer accepts it only from those that it met before, and the
-authority renews no other. A grant that is not ``offline`` only allows to request a membership from
-the authority. The holder of an offline invitation can come back under a new key until
-``join_until``, unless the invitation's own key is revoked too. Times are swarm time, with a
-tolerance of `SLACK_S`.
+The authority signs memberships. Or it signs a `Grant` for the key of an invitation, and that key signs memberships:
+this admits late joiners while the authority is offline. The invitation contains the secret of its own key, so a joining
+peer signs its own membership. No other peer can check the time of issue in such a membership. So after ``join_until``
+a peer accepts it only from peers that it met before, and the authority renews only memberships of peers that it met.
+
+A grant that is not ``offline`` only allows a peer to request a membership from the authority. The holder of an offline
+invitation can come back with a new key until ``join_until``, unless the invitation's key is also revoked. Times are
+swarm time, with a tolerance of `SLACK_S`.
 """
 
 import os
@@ -25,17 +25,17 @@ from colab_swarm.net.identity import Identity, id_of, verify
 from colab_swarm.net.peers import MAX_RUN_ID_BYTES, UNDECODABLE, Message, PeerId, Role, decoded, remember
 from colab_swarm.project import update
 
-# Clocks may be apart by this time.
+# The clocks of two peers may differ by this time.
 SLACK_S = 600.0
 MAX_NAME_CHARS = 64
 MAX_USES = 10_000
-# The whole list fits in one message.
+# So many that the whole list of revocations fits in one message.
 MAX_REVOKED = 900
 MAX_MEMBERSHIP_BYTES = 2048
 MAX_GUESTS = 64
-# Members by invitation that are remembered.
+# Maximum number of members by invitation that a peer remembers.
 _MAX_MET = 10_000
-# A peer without a membership has this time to request one from the authority.
+# A peer without a membership has this much time to request one from the authority.
 GUEST_S = 60.0
 MAX_ANSWER_BYTES = 1 << 20
 _ANSWER_TIMEOUT_S = 10.0
@@ -49,7 +49,7 @@ _require = partial(require, kind=NotAdmitted)
 
 
 class Signed(Message, frozen=True, kw_only=True):
-    """A statement with an Ed25519 signature over all its fields and its kind."""
+    """A statement with an Ed25519 signature over its type and all its fields."""
 
     signature: Annotated[bytes, msgspec.Meta(max_length=64)] = b""
 
@@ -71,12 +71,12 @@ class Grant(Signed, frozen=True):
     """Rights of an invitation, signed by the authority.
 
     Attributes:
-        role: the highest role it gives.
+        role: the highest role that it gives.
         key: the invitation's own public key.
-        join_until: memberships under it start before this time.
-        member_until: memberships under it end before this time.
+        join_until: latest time at which a membership under it may start.
+        member_until: latest time at which a membership under it may end.
         uses: number of peers that may join; 0 for any number.
-        offline: whether the invitation's key may sign memberships; only with unlimited uses.
+        offline: True if the invitation's key may sign memberships; only with unlimited uses.
     """
 
     run_id: RunId
@@ -94,7 +94,7 @@ class Membership(Signed, frozen=True):
     Attributes:
         key: the peer's public key.
         name: the peer's name if the authority verified one, else "".
-        grant: the grant of the invitation that signed it; None if the authority did.
+        grant: the grant of the invitation whose key signed the membership; None if the authority signed it.
         invited_by: the invitation's key; empty if it is not known.
     """
 
@@ -109,7 +109,7 @@ class Membership(Signed, frozen=True):
 
     @classmethod
     def decode(cls, data: bytes) -> "Membership":
-        """Decode a membership that a peer showed; raise `NotAdmitted` if it is empty or garbled."""
+        """Decode a membership that a peer showed; raise `NotAdmitted` if it is empty or cannot be read."""
         _require(bool(data), "no membership: join with an invitation")
         _require(len(data) <= MAX_MEMBERSHIP_BYTES, f"the membership is too long: {_AGAIN}")
         try:
@@ -135,7 +135,7 @@ class Membership(Signed, frozen=True):
 # Checking a membership takes up to 340 microseconds, so results are kept.
 @lru_cache(10_000)
 def _sound_membership(data: bytes, run_id: str, authority: bytes, key: bytes) -> Membership:
-    """Return a membership whose run, owner, signatures and limits are right, though it may have ended."""
+    """Return the membership, after checking its run, owner, signatures and limits; it may have ended."""
     membership = Membership.decode(data)
     grant = membership.grant
     signer = authority
@@ -154,14 +154,14 @@ def _sound_membership(data: bytes, run_id: str, authority: bytes, key: bytes) ->
 
 
 class Revocations(Signed, frozen=True):
-    """Ids of peers and of invitations' keys that the authority has revoked. The higher version wins."""
+    """Ids of the peers and of the invitations' keys that the authority has revoked. The higher version counts."""
 
     run_id: RunId
     version: Annotated[int, msgspec.Meta(ge=0, le=1 << 53)] = 0
     subjects: Annotated[tuple[Key, ...], msgspec.Meta(max_length=MAX_REVOKED)] = ()
 
     def adding(self, subject: PeerId, *, now: float, sign: Sign) -> "Revocations":
-        """Return the next version, which revokes ``subject`` too; beyond 900 the oldest is dropped."""
+        """Return the next version, which also revokes ``subject``; beyond 900 subjects the oldest is dropped."""
         subjects = [other for other in self.subjects if other != subject]
         subjects.append(subject)
         version = max(self.version + 1, int(now))
@@ -171,11 +171,11 @@ class Revocations(Signed, frozen=True):
 
 @dataclass(eq=False)
 class MembershipAdmission:
-    """Admits members; at the authority, and only there, all others are guests, for a minute.
+    """Admits members. At the authority, and only there, every other peer is admitted as a guest for a minute.
 
     Attributes:
         authority, own: the public keys of the authority and of this peer.
-        membership: this peer's own; set it whenever the peer gets a new one.
+        membership: this peer's membership; set it whenever the peer gets a new one.
         revoked: the newest revocations; `learn` replaces them.
     """
 
@@ -187,9 +187,9 @@ class MembershipAdmission:
     def __post_init__(self) -> None:
         self.revoked = Revocations(self.run_id)
         self._revoked_ids: frozenset[bytes] = frozenset()
-        # The times of the first and the last visit, by public key.
+        # The times of each guest's first and last visit, by public key.
         self._guests: dict[bytes, tuple[float, float]] = {}
-        # Public keys of members seen while their invitation was good.
+        # Public keys of members that were seen before their invitation ended.
         self._met: dict[bytes, bool] = {}
 
     def admit(self, public_key: bytes, membership: bytes, *, now: float) -> Role:
@@ -225,7 +225,7 @@ class MembershipAdmission:
         return sound
 
     def require_met(self, membership: Membership, *, now: float) -> None:
-        """Raise `NotAdmitted` if an invitation signed it, has ended, and was not shown here before."""
+        """Raise `NotAdmitted` if an invitation signed the membership, has ended, and this peer was not met before."""
         if membership.grant is None:
             return
         late_s = now - membership.grant.join_until
@@ -234,7 +234,7 @@ class MembershipAdmission:
         remember(self._met, membership.key, True, _MAX_MET)
 
     def inspect(self, public_key: bytes, membership: bytes) -> Membership:
-        """Return the peer's membership, ended or not; raise `NotAdmitted` if it is unsound or revoked."""
+        """Return the peer's membership, even if it has ended; raise `NotAdmitted` if it is invalid or revoked."""
         self._require_not_revoked(public_key)
         sound = _sound_membership(membership, self.run_id, self.authority, public_key)
         if sound.grant is not None:
@@ -247,7 +247,7 @@ class MembershipAdmission:
             raise NotAdmitted(text, reason="revoked")
 
     def learn(self, revocations: bytes) -> bool:
-        """Take an encoded list; return whether it is newer, or raise `ProtocolError` if it is forged."""
+        """Take an encoded list of revocations, and return True if it is newer; raise `ProtocolError` if it is forged."""
         revoked = decoded(revocations, Revocations, "undecodable revocations", ProtocolError)
         if revoked.version <= self.revoked.version:
             return False
@@ -258,9 +258,9 @@ class MembershipAdmission:
         return True
 
     def _welcome(self, public_key: bytes, now: float) -> Role:
-        """Admit a guest for a minute, by calls every few seconds; a visit long ago is forgotten."""
+        """Admit a guest for a minute; it is called every few seconds while the guest is linked."""
         first_at, last_at = self._guests.pop(public_key, (now, now))
-        # The guest left and came back.
+        # The guest left and came back later, so its minute begins again.
         if abs(now - last_at) > GUEST_S:
             first_at = now
         _require(abs(now - first_at) <= GUEST_S, f"no membership was requested in a minute: {_AGAIN}")
@@ -284,9 +284,9 @@ def in_words(seconds: float) -> str:
 
 @lru_cache(4096)
 def voucher_of(public_key: bytes, membership: bytes) -> bytes:
-    """Return a peer's voucher: an invitation's key, its account, or its own key.
+    """Return a peer's voucher: its invitation's key, its account, or its own key.
 
-    All peers of one voucher may be the same person's.
+    All peers with the same voucher may belong to one person.
     """
     try:
         proof = Membership.decode(membership)
@@ -308,11 +308,11 @@ class OpenAdmission:
 
 
 Admission: TypeAlias = OpenAdmission | MembershipAdmission
-"""This peer's ``membership``, and its rule at handshakes and, every few seconds, for links."""
+"""This peer's ``membership``, and its rule for admitting others, in handshakes and every few seconds for links."""
 
 
 class Account(msgspec.Struct, frozen=True):
-    """An account of Hugging Face: a user and its organisations, or an organisation."""
+    """A Hugging Face account: a user with its organisations, or an organisation."""
 
     name: str
     type: str = "user"
@@ -320,10 +320,10 @@ class Account(msgspec.Struct, frozen=True):
 
 
 async def whoami(token: str) -> Account | None:
-    """Return the user of a token, by the Hub's ``whoami-v2``; None if it is not known as a person's.
+    """Return the user that a token belongs to, by the Hub's ``whoami-v2``; None if it is not the token of a user.
 
-    The environment's ``HF_ENDPOINT`` replaces huggingface.co. A token that may only read is enough;
-    it is not logged. Raises `PeerUnreachable` if no answer that can be decoded comes in 10 s.
+    The environment variable ``HF_ENDPOINT`` replaces huggingface.co. A token with read access is enough;
+    it is not logged. Raises `PeerUnreachable` if there is no readable answer within 10 s.
     """
     if not _TOKEN.fullmatch(token):
         return None

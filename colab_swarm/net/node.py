@@ -1,7 +1,7 @@
 """A peer on the network: its links to others, and calls and streams over them.
 
-The rules for calls and streams are those of `colab_swarm.net.peers`. The simulator (`colab_swarm.sim`) has the same
-node over another carrier, so everything above runs unchanged on either.
+The rules for calls and streams are those of `colab_swarm.net.peers`. The simulator (`colab_swarm.sim`) uses the same
+node over another carrier, so all layers above run unchanged on both.
 """
 
 import asyncio
@@ -69,18 +69,18 @@ from colab_swarm.net.websocket import SCRATCH_BYTES, WebSocket, dial
 
 logger = logging.getLogger(__name__)
 _CLOSE_TIMEOUT_S = 1.0
-# An address that did not answer is dialled again after REDIAL_S, then after twice as long, up to _MAX_REDIAL_S.
+# An address that did not answer is dialled again after REDIAL_S. The time doubles each time, up to _MAX_REDIAL_S.
 REDIAL_S = 1.0
 _MAX_REDIAL_S = 30.0
-# Links at once; beyond that the one unused for longest is closed, or new ones are refused.
+# Maximum number of open links. Beyond that, the link that is unused for longest is closed, or new links are refused.
 MAX_LINKS = 256
 # An unused link is closed after this time, unless one of its ends cannot be dialled.
 IDLE_LINK_S = 300.0
-# A link that is silent for this many keep-alives is dead.
+# A link on which nothing arrived for this many keep-alive periods is dead.
 _SILENT_KEEP_ALIVES = 3
-# A peer that accepts links and drops them at once is dialled this often for one call.
+# A peer that accepts links but drops them immediately is dialled this many times for one call.
 _DIALS = 3
-# The type of link by the scheme of its address; every other one is direct.
+# The type of link by the scheme of its address; links to all other schemes are direct.
 _WAYS = {"wss": LinkType.TUNNEL, "iroh": LinkType.IROH}
 
 
@@ -93,16 +93,18 @@ def _socket_to(info: tuple[Any, ...]) -> socket.socket:
 
 
 class Node:
-    """The network as one peer sees it: calls and streams over the links that it dials, accepts and closes.
+    """The network as one peer sees it: calls and streams over the links that this peer dials, accepts and closes.
 
     Attributes:
-        id: the SHA-256 of its Ed25519 ``public_key`` (32 bytes); ``sign(data)`` returns its signature (64 bytes).
-        admission: who may link, and this peer's membership.
+        id: the SHA-256 of this peer's Ed25519 ``public_key`` (32 bytes).
+        sign: ``sign(data)`` returns this peer's signature (64 bytes).
+        admission: decides which peers may link, and has this peer's membership.
         addresses: where others can dial this peer, as its handshakes state; none in client mode.
-        metered: a relay or a tunnel carries the traffic to this peer: it reduces only if every peer is metered.
-        port: where it listens; None in client mode.
-        pinned: peers whose quiet links stay open (relays that hold a place for this peer).
-        open_circuit: opens a connection to a peer through a relay; None where circuits are not offered.
+        metered: True if a relay or a tunnel carries the traffic to this peer. Then it reduces only if all reducers
+            are metered.
+        port: the port on which it listens; None in client mode.
+        pinned: peers whose unused links stay open (relays that keep a place for this peer).
+        open_circuit: opens a connection to a peer through a relay; None if this peer uses no relays.
     """
 
     def __init__(
@@ -124,7 +126,7 @@ class Node:
         self._wall_clock = wall_clock
         self._loop = asyncio.get_running_loop()
         self._awaited: dict[PeerId, asyncio.Future[None]] = {}
-        # A dict keeps the order of their start, in which they are cancelled; a set would not.
+        # Tasks are cancelled in the order of their start, which a dict keeps, unlike a set.
         self._tasks: dict[asyncio.Task[Any], None] = {}
         self._own_ends: tuple[Link, Link] | None = None
         self._closing: asyncio.Task[None] | None = None
@@ -162,10 +164,11 @@ class Node:
         admission: Admission | None = None,
         wall_clock: Callable[[], float] = time.time,
     ) -> "Node":
-        """Listen (unless in client mode) and keep links alive until `close`; `PortError` if the port is taken.
+        """Listen (unless in client mode), and keep links alive until `close`.
 
-        The ``events`` get `PeerJoined`, `PeerLeft` and `Fault`. The ``admission`` decides which peers may
-        link; None admits every peer of the run. ``wall_clock`` gives seconds since the epoch.
+        The node emits `PeerJoined`, `PeerLeft` and `Fault` to ``events``. The ``admission`` decides which peers may
+        link; None admits every peer of the run. ``wall_clock`` returns seconds since the epoch. Raises `PortError` if
+        the port is taken.
         """
         settings = settings or NodeSettings()
         node = cls(identity, settings, admission or OpenAdmission(), events or EventLog(), wall_clock)
@@ -184,14 +187,14 @@ class Node:
     # What others see.
 
     def time(self) -> float:
-        """Return swarm time, seconds since the epoch."""
+        """Return swarm time, which all peers of a run share, in seconds since the epoch."""
         return self._own_time() + self.clock.offset_s
 
     def _own_time(self) -> float:
         return self.clock.own(self._wall_clock(), self._loop.time())
 
     def linked(self) -> frozenset[PeerId]:
-        """Return the peers with an open link now."""
+        """Return the peers that have an open link to this peer now."""
         return self.table.peers()
 
     def limit(self, rate_bps: float | None) -> None:
@@ -200,7 +203,7 @@ class Node:
 
     @property
     def contact(self) -> Contact:
-        """How others reach this peer; no addresses in client mode."""
+        """How others reach this peer; without addresses in client mode."""
         return Contact(self.id, self.addresses)
 
     def listening(self) -> tuple[str, ...]:
@@ -210,7 +213,7 @@ class Node:
         return reachable_addresses(self._settings.host, self.port)
 
     def learn(self, contact: Contact) -> None:
-        """Remember where a peer can be dialled. Cheap; call it for every contact seen."""
+        """Remember where a peer can be dialled. This is cheap, so call it for every contact."""
         if contact.id != self.id:
             self.book.learn(contact)
 
@@ -221,7 +224,7 @@ class Node:
         return self.book.find(peer)
 
     async def call(self, peer: PeerId, message: Message, reply: type[R], *, timeout_s: float) -> R:
-        """Send ``message``; return the peer's reply of type ``reply``, or raise a `PeerError`."""
+        """Send ``message``; return the peer's reply, which must be of type ``reply``, or raise a `PeerError`."""
         link = self.table.best(peer)
         if link is None:
             began_at = self._loop.time()
@@ -230,9 +233,9 @@ class Node:
         return await link.call(message, reply, timeout_s=timeout_s)
 
     async def stream(self, peer: PeerId, opening: Message, *, timeout_s: float) -> Stream:
-        """Open a stream; ``opening`` selects the peer's handler. ``timeout_s`` bounds the dialling only.
+        """Open a stream. The type of ``opening`` selects the peer's handler. ``timeout_s`` only limits the dialling.
 
-        Raises PeerError if that fails; the first receive raises `CallRefused` if the peer refuses.
+        Raises PeerError if dialling fails. If the peer refuses the stream, the first receive raises `CallRefused`.
         """
         link = self.table.best(peer) or await self.link_to(peer, timeout_s)
         return link.open_stream(opening)
@@ -265,18 +268,18 @@ class Node:
 
     @property
     def membership(self) -> bytes:
-        """What proves this peer's role to others; empty in an open run."""
+        """The membership that proves this peer's role to others; empty in an open run."""
         return self.admission.membership
 
     def role_by(self, public_key: bytes, membership: bytes, at: float) -> Role:
-        """Return the role that a membership gave its owner at a swarm time; ``GUEST`` if it gave none."""
+        """Return the role that a membership gave its owner at the swarm time ``at``; ``GUEST`` if it gave none."""
         try:
             return self.admission.verify(public_key, membership, now=at)
         except NotAdmitted:
             return Role.GUEST
 
     def read_at(self, peer: PeerId) -> float:
-        """Return the loop time of the last bytes from a peer; -inf without a link."""
+        """Return the loop time at which the last bytes from a peer arrived; -inf without a link."""
         return max((link.carrier.read_at for link in self.table.of(peer)), default=-math.inf)
 
     def path_to(self, peer: PeerId) -> Path | None:
@@ -303,7 +306,7 @@ class Node:
         return lambda: listeners.pop(listener, None)
 
     def statistics(self, peer: PeerId | None = None) -> LinkStatistics:
-        """Return the totals of one peer, or of all."""
+        """Return the totals of the links to one peer, or to all peers."""
         table = self.table
         links = list(table) if peer is None else table.of(peer)
         rtts_s = [link.rtt_s for link in links if link.rtt_s is not None]
@@ -312,7 +315,7 @@ class Node:
     # The links.
 
     async def link_to(self, peer: PeerId, timeout_s: float) -> Link:
-        """Return a link to the peer: in memory to ourselves, else the first that opens, from either end."""
+        """Return a link to the peer: the first one that opens, whichever end dialled; to ourselves, one in memory."""
         if peer == self.id:
             self._require_open()
             return self._own_link()
@@ -325,7 +328,7 @@ class Node:
                         self._awaited[peer] = awaited
                         self.spawn(self._dial(peer, awaited))
                     await asyncio.shield(self._awaited[peer])
-                    # If two links open at once, one of them is left again, so take the best one now.
+                    # If two links open at the same time, one of them is closed again, so take the better one.
                     link = self.table.best(peer)
                     if link is not None:
                         return link
@@ -334,12 +337,12 @@ class Node:
         raise PeerLost(f"{short(peer)} accepts links and drops them at once")
 
     async def _dial(self, peer: PeerId, awaited: asyncio.Future[None]) -> None:
-        """Dial the peer; in the end ``awaited`` is done (`_add_link` sets its result)."""
+        """Dial the peer. In the end ``awaited`` has an error, or the result that `_add_link` sets."""
         failure: PeerError = PeerLost(f"dialling {short(peer)} was cancelled")
         try:
             addresses = self.book.find(peer).addresses
             require(addresses, f"no address of {short(peer)} is known", PeerUnreachable)
-            # The relays that keep places for us may reach a peer that we cannot.
+            # The relays that keep a place for this peer may reach a peer that this one cannot reach.
             detours = [address for address in self.addresses if relay_of(address) is not None]
             await dial_any(addresses, partial(self._dial_address, peer), detours)
         except PeerError as error:
@@ -365,11 +368,11 @@ class Node:
         return await self.shake_hands(connect, expected=peer, path=path)
 
     async def dial_direct(self, peer: PeerId, address: str) -> Link:
-        """Dial an address, but not at once again where no peer answered: any member may name a victim's."""
+        """Dial an address, but not soon again if no peer answered, because any member may name a victim's address."""
         scheme = address.partition(":")[0]
         way = _WAYS.get(scheme, LinkType.DIRECT)
         path = Path(way, address=address)
-        # Where another peer answers, others may still dial: only this peer's dialling waits then.
+        # If another peer than the expected one answers, only dialling for this peer must wait.
         address_of_peer = f"{peer.hex()} {address}"
         now = self._loop.time()
         left_out = self._unanswered.holds(address, now) or self._unanswered.holds(address_of_peer, now)
@@ -386,7 +389,7 @@ class Node:
         return link
 
     async def probe(self, peer: PeerId, address: str, *, timeout_s: float) -> None:
-        """Raise `PeerError` unless the peer can be dialled at a direct address; opens no link."""
+        """Raise `PeerError` unless the peer can be dialled at this direct address; no link stays open."""
         proof: list[Remote] = []
 
         def stop(carrier: WebSocket, remote: Remote, rtt_s: float) -> Link:
@@ -429,7 +432,7 @@ class Node:
     ) -> Link:
         """Make a link over the connection that ``connect`` opens; ``expected`` is None at the end that was dialled.
 
-        Raises `PeerUnreachable` if no peer answers in time, or it refuses, or as `Introduction` does.
+        Raises `PeerUnreachable` if no peer answers in time or if the peer refuses, and the errors of `Introduction`.
         """
         receiver = self._receiver(expected, path, make_link)
         timeout_s = timeout_s or DIAL_TIMEOUT_S
@@ -439,7 +442,7 @@ class Node:
             async with asyncio.timeout(timeout_s):
                 websocket = await connect(receiver)
                 receiver.use(websocket)
-                # Without the shield, a timeout would cancel the future, which counts as done below.
+                # Without the shield, a timeout would cancel the future, which would then count as done below.
                 return await asyncio.shield(receiver.link)
         except TimeoutError:
             raise PeerUnreachable(f"{name} did not answer in {timeout_s:.3g} s") from None
@@ -475,7 +478,7 @@ class Node:
     def _receive_caller(self, request: web.BaseRequest) -> HandshakeReceiver:
         self.require_room()
         way = LinkType.DIRECT
-        # A tunnel's agent is local. Any other caller could send the header too.
+        # A tunnel's agent connects from this machine. From elsewhere, any caller could send this header.
         if is_loopback(request.remote or "") and "X-Forwarded-For" in request.headers:
             way = LinkType.TUNNEL
         return self._receiver(None, Path(way))
@@ -492,7 +495,7 @@ class Node:
         self.book.replace(contact)
         for address in contact.addresses:
             self._unanswered.forgive(address)
-        # a clock that was set meanwhile is noticed before it is compared
+        # if this machine's clock was set meanwhile, this call notices it before the clocks are compared
         self._own_time()
         self.clock.observe(contact.id, theirs=remote.time, ours=self._wall_clock(), rtt_s=rtt_s)
         path = replace(path, remote=carrier.remote_end)
@@ -522,7 +525,7 @@ class Node:
         if not self.table.remove(link):
             return
         self.clock.forget(link.peer)
-        # a peer that leaves says nothing of the others, which stay
+        # while this peer itself leaves, it does not report the other peers as having left
         if self._closing is None:
             self._events.emit(PeerLeft(self._loop.time(), link.peer.hex(), link.lost or ""))
         for listener in tuple(self.lost_listeners):
@@ -545,7 +548,7 @@ class Node:
         return self._own_ends[0]
 
     async def _keep_links(self) -> None:
-        """Ping every link; close the dead, the unused, and those of peers no longer admitted. Never returns."""
+        """Ping every link; close links that are dead, unused or of peers no longer admitted. Never returns."""
         while True:
             await asyncio.sleep(min(self._settings.keep_alive_s, IDLE_LINK_S))
             self.recheck()
@@ -553,7 +556,7 @@ class Node:
             for link in self.table:
                 silent_s = now - link.carrier.read_at
                 unused_s = now - link.used_at if link.mux.quiet else 0.0
-                # If both ends have addresses, either can dial again.
+                # If both ends have addresses, either end can dial the other again.
                 dialable = bool(self.addresses and self.book.find(link.peer).addresses)
                 needed = link.peer in self.pinned or not dialable
                 if silent_s > _SILENT_KEEP_ALIVES * self._settings.keep_alive_s:
@@ -593,13 +596,13 @@ class Node:
         require(self._closing is None, "this peer is closed", PeerLost)
 
     def require_room(self) -> None:
-        """Raise `PeerLost` if no link may be added."""
+        """Raise `PeerLost` if this peer can accept no more links, or is closed."""
         self._require_open()
         full = self.table.full(MAX_LINKS)
         require(not full, f"this peer has {len(self.table)} links, all busy", PeerLost)
 
     async def close(self) -> None:
-        """Cancel handlers, close all links. Idempotent; continues if the caller is cancelled."""
+        """Cancel all handlers and close all links. Idempotent; it continues if its caller is cancelled."""
         if self._closing is None:
             self._closing = self._loop.create_task(self._close(asyncio.current_task()))
         await asyncio.shield(self._closing)
@@ -617,7 +620,7 @@ class Node:
             await self._session.close()
 
     def kill(self, reason: str) -> None:
-        """Cancel every task and break every link at once, as a crash would."""
+        """Cancel every task and break every link immediately, as a crash would."""
         links = self._all_links()
         self._cancel(links, None, reason)
         self._own_ends = None
@@ -632,7 +635,7 @@ class Node:
     def _cancel(
         self, links: list[Link], caller: asyncio.Task[object] | None, reason: str
     ) -> list[asyncio.Task[Any]]:
-        """Cancel all tasks, dials and handlers but ``caller``, in the order of their start; return the tasks."""
+        """Cancel all tasks, dials and handlers except ``caller``, in the order of their start; return the tasks."""
         tasks = list(self._tasks)
         for link in links:
             tasks += link.tasks

@@ -1,12 +1,12 @@
-"""The network as a service sees it: messages, calls and streams to peers, named by their id.
+"""The network as a service sees it: messages, calls and streams to peers, which are named by their ids.
 
-`colab_swarm.net.node.Node` speaks it over WebSockets, and over the carriers of the simulator (`colab_swarm.sim`). Rules
-that hold for both:
+`colab_swarm.net.node.Node` implements it over WebSockets, and over the carriers of the simulator (`colab_swarm.sim`).
+These rules hold for both:
 
 - A *call* is one message and its reply. A *stream* carries any number of items both ways. An item is a small message
   with an optional raw payload. Items arrive whole and in order, or the stream fails with `PeerLost`.
-- `receive` raises `StreamEnded` only after the peer called `end()`. An early end of the stream is `PeerLost`.
-- A handler's `Refusal` reaches the caller as `CallRefused(code="refused")`, any other exception as
+- `receive` raises `StreamEnded` only after the peer called `end()`. If the stream breaks before, it raises `PeerLost`.
+- If a handler raises `Refusal`, the caller gets `CallRefused(code="refused")`; for any other exception the code is
   ``failed``. A handler is cancelled when its caller gives up or is lost.
 - Peers are dialled on demand: `call` and `stream` open a link if there is none and an address is known.
 """
@@ -28,12 +28,12 @@ PeerId = NewType("PeerId", bytes)
 K = TypeVar("K")
 V = TypeVar("V")
 Buffer: TypeAlias = bytes | bytearray | memoryview
-# A stream item's payload; 120 KiB are best: they fit one packet and are not copied.
+# Maximum size of a stream item's payload. Payloads of at most 120 KiB are best: they fit in a packet, without a copy.
 MAX_PAYLOAD_BYTES = 1 << 20
-# The encoded message of a call or a stream item.
+# Maximum size of the encoded message of a call or a stream item.
 MAX_MESSAGE_BYTES = 1 << 18
 STREAM_WINDOW_BYTES = 1 << 21
-# The Python objects of an item in memory.
+# Size of the Python objects of an item in memory.
 ITEM_OVERHEAD_BYTES = 768
 MAX_ADDRESSES = 16
 MAX_RUN_ID_BYTES = 64
@@ -43,7 +43,7 @@ UNDECODABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 
 
 class Message(msgspec.Struct, frozen=True, array_like=True):
-    """Base of everything sent between peers. Decoding validates; add new fields at the end with a default."""
+    """Base class of all messages between peers. Decoding validates them. Add new fields at the end, with a default."""
 
 
 class Ack(Message, frozen=True):
@@ -65,10 +65,10 @@ CIRCUIT = "/relay/"
 
 
 class Contact(Message, frozen=True):
-    """A peer's id and dial addresses, the best first; a peer that cannot be dialled has none.
+    """A peer's id, and the addresses at which it can be dialled, the best first; none if it cannot be dialled.
 
-    Direct addresses look like ``ws://203.0.113.7:4500`` or ``wss://HOST``; a circuit through a
-    relay like ``ws://203.0.113.7:4500/relay/<64 hex digits of the relay's id>``.
+    Direct addresses look like ``ws://203.0.113.7:4500`` or ``wss://HOST``. The address of a circuit through a
+    relay looks like ``ws://203.0.113.7:4500/relay/<64 hex digits of the relay's id>``.
     """
 
     id: PeerId
@@ -76,7 +76,7 @@ class Contact(Message, frozen=True):
 
     @property
     def direct(self) -> bool:
-        """Whether an address needs no relay."""
+        """True if at least one address needs no relay."""
         return not all(CIRCUIT in address for address in self.addresses)
 
 
@@ -101,13 +101,13 @@ class LinkStatistics:
     received_bytes: int = 0
     # The median of the last round-trip times; None if none was measured.
     rtt_s: float | None = None
-    # The peak over a busy time; None until a link has carried enough to know.
+    # The highest rate during a busy time; None until a link has carried enough bytes to measure it.
     upload_bps: float | None = None
     download_bps: float | None = None
 
 
 def item_cost(message: Buffer, payload: Buffer) -> int:
-    """Return the bytes of credit that an item takes. Empty items cost too, so that their number is bounded."""
+    """Return how many bytes of credit an item takes. Empty items also take some, so that their number is bounded."""
     return len(message) + len(payload) + ITEM_OVERHEAD_BYTES
 
 
@@ -118,14 +118,15 @@ class Stream:
         self._link = link
         self.id = id
         self.peer: PeerId = link.peer
-        # The link's `Mux` keeps the next five. Bytes that this end may still send: negative if an item overdrew.
+        # The link's `Mux` changes the next five fields. Bytes that this end may still send; negative if the last item
+        # was larger than the credit.
         self.credit_bytes = STREAM_WINDOW_BYTES
-        # Bytes that the peer may still send, and bytes that the application took, not granted again yet.
+        # Bytes that the peer may still send, and bytes that the application took but that are not granted again yet.
         self.window_bytes = STREAM_WINDOW_BYTES
         self.consumed_bytes = 0
         self.sent_end = False
         self.got_end = False
-        # The size of the peer's opening, and of items that the application has not taken.
+        # The size of the peer's opening message, and of items that the application has not taken yet.
         self.held_bytes = 0
         self._inbox: deque[tuple[memoryview, memoryview]] = deque()
         self._fault: PeerError | None = None
@@ -134,7 +135,7 @@ class Stream:
         self._has_credit = asyncio.Event()
 
     async def send(self, message: Message, payload: Buffer = b"") -> None:
-        """Send one item when the peer has room for it. The payload may be reused after return.
+        """Send one item when the peer has room for it. The caller may reuse the payload's memory after the return.
 
         Raises PeerLost if the link broke or the peer reset the stream, ValueError if the item is over
         `MAX_MESSAGE_BYTES` or `MAX_PAYLOAD_BYTES`, or this side has ended.
@@ -184,12 +185,12 @@ class Stream:
             raise
 
     async def end(self) -> None:
-        """End this side; receiving continues."""
+        """End this side of the stream; receiving continues."""
         self._link.mux.end(self)
         self._link.flush_soon()
 
     def reset(self, reason: str = "", code: str = "reset") -> None:
-        """Drop the stream both ways, and its unread items; `receive` and `send` raise `PeerLost`. Idempotent."""
+        """Drop the stream in both directions, and unread items; `receive` and `send` raise `PeerLost`. Idempotent."""
         self._inbox.clear()
         self.held_bytes = 0
         self._link.mux.reset(self.id, code, reason)
@@ -197,7 +198,7 @@ class Stream:
         self.on_fault(PeerLost(f"the stream with {short(self.peer)} was reset here: {reason}"))
 
     def leave(self) -> None:
-        """End our side and discard further items, so that the peer does not wait for credit."""
+        """End this side and discard all further items, so that the peer does not wait for credit."""
         self._discarding = True
         while self._inbox:
             message, payload = self._inbox.popleft()
@@ -224,7 +225,7 @@ class Stream:
             self.reset(kind.__name__ if kind else "")
 
     def unread(self) -> bool:
-        """Return True if nothing waits for its items now."""
+        """Return True if no task waits for its items now."""
         return self._receiving is None
 
     def on_item(self, message: memoryview, payload: memoryview) -> None:
@@ -232,7 +233,7 @@ class Stream:
             self._consume(message, payload)
             return
         if 2 * (len(message) + len(payload)) < memoryview(message.obj).nbytes:
-            # A slice keeps its whole packet alive, and the credit counts only the slice.
+            # Copied, because a slice keeps its whole packet in memory, but the credit counts only the slice.
             message = memoryview(bytes(message))
             payload = memoryview(bytes(payload))
         self._inbox.append((message, payload))
@@ -242,7 +243,7 @@ class Stream:
         self._has_credit.set()
 
     def on_fault(self, fault: PeerError) -> None:
-        """Fail the stream; items received before are still delivered."""
+        """Let the stream fail; items that were received before are still delivered."""
         self._fault = self._fault or fault
         self._has_credit.set()
         self.wake()
@@ -253,7 +254,7 @@ class Stream:
 
 
 def short(peer: PeerId) -> str:
-    """Return the first 8 hex digits, for display."""
+    """Return the first 8 hex digits of a peer's id, for display."""
     return peer.hex()[:8]
 
 
@@ -273,7 +274,7 @@ async def end_tasks(*tasks: asyncio.Future[Any]) -> None:
 
 
 def remember(entries: MutableMapping[K, V], key: K, value: V, most: int) -> None:
-    """Put an entry last; beyond ``most`` entries, forget the first, which was put longest ago."""
+    """Put an entry last; if there are more than ``most`` entries, forget the first, which was put longest ago."""
     entries.pop(key, None)
     entries[key] = value
     if len(entries) > most:

@@ -1,15 +1,15 @@
 """A relay joins two connections into a circuit and copies bytes between them, within quotas; `Circuits` uses relays.
 
-1. A peer that cannot be dialled keeps a link to the relay and reserves a place: `Reserve`, again
+1. A peer that cannot be dialled keeps a link to the relay and reserves a place there: it sends `Reserve`
    every half minute.
 2. A caller sends `OpenCircuit` to the relay, which sends a ticket to each end: `CircuitTicket` to
-   the caller, `CircuitOffer` to the called peer. A peer that can be dialled needs no place: the
-   relay links to it for callers that cannot, such as those whose firewall only allows https's port.
-3. Both ends connect to the relay's ordinary port and show their ticket as the first message. The
-   relay then sends `_GO` to the caller, and from then on copies messages unread.
+   the caller, `CircuitOffer` to the called peer. A peer that can be dialled needs no place. The
+   relay dials it for callers that cannot, for example because their firewall only allows the https port.
+3. Both ends connect to the relay's ordinary port and show their ticket as the first message. Then the
+   relay sends `_GO` to the caller. From then on it copies messages without reading them.
 
-The ends shake hands and encrypt through the circuit as over any connection: the relay sees sizes,
-times and the two peers, but no key and no content, and spends no time on cryptography.
+The two ends do their handshake and encrypt through the circuit as over any connection. So the relay sees sizes,
+times and the two peers, but no key and no content, and it spends no time on cryptography.
 """
 
 import asyncio
@@ -37,18 +37,18 @@ from colab_swarm.runtime import wait_until
 logger = logging.getLogger(__name__)
 _TOKEN_BYTES = 16
 _GO = b"go"
-# A batch holds the messages of one read, and fragments received before it.
+# A batch holds the messages of one read, and a fragment that was received before.
 _BATCH_BYTES = SCRATCH_BYTES + MAX_MESSAGE_BYTES + 16
-# Peers that hold a place at a relay, and circuits that are open there.
+# Maximum number of peers with a place at a relay, and of open circuits there.
 PLACES = 256
 CIRCUITS = 256
 CIRCUITS_PER_PEER = 32
-# Links ping, so a circuit without traffic for this time is dead.
+# Links ping regularly, so a circuit without traffic for this time is dead.
 _IDLE_S = 120.0
-# An end that has not shown its ticket by then will not connect.
+# If an end has not shown its ticket within this time, it will not connect.
 _CONNECT_S = 15.0
 _WANTED_PLACES = 2
-# Times between two looks for relays: without a place, with one, and with all.
+# Time between two searches for relays: without a place, with one place, and with all wanted places.
 RETRY_S = 1.0
 _SECOND_PLACE_S = 5.0
 _LOOK_EVERY_S = 30.0
@@ -57,57 +57,60 @@ _OFFER_TIMEOUT_S = 10.0
 _CANDIDATES = 8
 # A place expires after this time unless it is reserved again.
 _PLACE_S = 300.0
-# Others learn this many addresses of one relay.
+# This peer announces at most this many addresses for one relay.
 _ENTRIES = 2
-# The round trip to a relay with a place counts by this factor, to avoid needless changes.
+# The round-trip time to a relay where this peer has a place is multiplied by this, to avoid needless changes.
 _HELD_BONUS = 0.7
-_INSIDE = 4  # addresses
+_INSIDE = 4  # maximum number of addresses in `Inside`
 _Id = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
 Token = Annotated[bytes, msgspec.Meta(min_length=_TOKEN_BYTES, max_length=_TOKEN_BYTES)]
 
 
 class Reserve(Message, frozen=True):
-    """Requests a place for 5 minutes, at most while the link is open: others may reach the sender through the relay."""
+    """Requests a place, so that others can reach the sender through the relay.
+
+    The place lasts for 5 minutes or until the link closes, whichever is earlier.
+    """
 
 
 class OpenCircuit(Message, frozen=True):
-    """Requests a circuit to ``peer``, which has a place at the relay."""
+    """Requests a circuit to ``peer``, which has a place at the relay or can be dialled by the relay."""
 
     peer: _Id
 
 
 class CircuitTicket(Message, frozen=True):
-    """The caller shows ``token`` at the relay's port."""
+    """The relay's answer: the caller must show ``token`` at the relay's port."""
 
     token: Token
 
 
 class CircuitOffer(Message, frozen=True):
-    """``peer`` calls: show ``token`` at the relay's port."""
+    """Tells a peer that ``peer`` calls it: the called peer must show ``token`` at the relay's port."""
 
     peer: _Id
     token: Token
 
 
 class Inside(Message, frozen=True):
-    """The sender's addresses in its own network, answered by the other's: they may be behind one router."""
+    """Call and answer: the sender's addresses in its local network, because both may be behind the same router."""
 
     addresses: Annotated[tuple[Address, ...], msgspec.Meta(max_length=_INSIDE)]
 
 
 def is_inside(address: str) -> bool:
-    """Return whether this is an IP address of a home or office network; nothing else is dialled for a stranger."""
+    """Return True for an IP address of a home or office network; of a stranger's addresses, only these are dialled."""
     host = host_of(address)
     return is_address(address) and address.startswith("ws:") and is_local(host) and not is_loopback(host)
 
 
 @dataclass(frozen=True)
 class RelayQuota:
-    """Limits of all circuits of a relay together; None for no limit.
+    """Limits for all circuits of a relay together; None for no limit.
 
     Attributes:
-        total_bytes: bytes since the relay started; then it opens no more circuits.
-        total_bps: bits per second.
+        total_bytes: maximum bytes since the relay started. After that all circuits end, and no more are opened.
+        total_bps: maximum rate, in bits per second.
     """
 
     total_bytes: float | None = None
@@ -119,7 +122,7 @@ class RelayQuota:
 
 @dataclass(eq=False)
 class Circuit:
-    """One circuit; ``tokens`` maps the tickets not shown yet to the end that gets them (0 or 1)."""
+    """One circuit; ``tokens`` maps each ticket that was not shown yet to the end that it belongs to (0 or 1)."""
 
     ends: tuple[PeerId, PeerId]
     opened_at: float
@@ -129,7 +132,7 @@ class Circuit:
 
 
 class RelayState:
-    """Places, circuits and the bytes they carried. Free of I/O; illegal moves raise `Refusal`."""
+    """Places, circuits and the bytes that they carried. Free of I/O. Requests that are not allowed raise `Refusal`."""
 
     def __init__(self, quota: RelayQuota, now: float) -> None:
         self.quota = quota
@@ -137,7 +140,7 @@ class RelayState:
         self.places: dict[PeerId, float] = {}
         self.circuits: set[Circuit] = set()
         self.carried_bytes = 0
-        # That of all circuits.
+        # The traffic of all circuits.
         self.traffic = Traffic()
         if quota.total_bps is not None:
             self.traffic = Traffic(buckets=[TokenBucket(quota.total_bps, now)])
@@ -161,21 +164,21 @@ class RelayState:
 
     @property
     def spent(self) -> str:
-        """The relay's GB, if all of them are used up."""
+        """A text on the relay's limit in GB if it is used up; else empty."""
         most_bytes = self.quota.total_bytes
         if most_bytes is None or self.carried_bytes < most_bytes:
             return ""
         return f"its {most_bytes / 1e9:g} GB"
 
     def find(self, token: bytes) -> tuple[Circuit, int] | None:
-        """Return the circuit and the end of a ticket; a ticket is valid once."""
+        """Return the circuit and the end that a ticket belongs to; a ticket is valid only once."""
         for circuit in self.circuits:
             if token in circuit.tokens:
                 return circuit, circuit.tokens.pop(token)
         return None
 
     def carry(self, circuit: Circuit, size: int, now: float) -> tuple[float, str | None]:
-        """Count bytes; return the seconds until more may come, and why the circuit must end, or None."""
+        """Count bytes; return the seconds until more may be read, and the reason why the circuit must end, or None."""
         circuit.used_at = now
         self.carried_bytes += size
         self.traffic.count(size, now)
@@ -184,7 +187,7 @@ class RelayState:
         return self.traffic.delay(now), None
 
     def overdue(self, now: float) -> dict[Circuit, str]:
-        """Return the circuits that must end now, with the reason."""
+        """Return the circuits that must end now, each with the reason."""
         reasons: dict[Circuit, str] = {}
         for circuit in self.circuits:
             age_s = now - circuit.opened_at
@@ -196,7 +199,7 @@ class RelayState:
 
 
 class Relay:
-    """Relays for the peers of the run until `close`; ``node`` is a peer that others can dial."""
+    """Relays for the peers of the run until `close`; others must be able to dial ``node``."""
 
     def __init__(self, node: Node, quota: RelayQuota = RelayQuota()) -> None:
         self._node = node
@@ -212,7 +215,7 @@ class Relay:
 
     def close(self) -> None:
         self._upkeep.cancel()
-        # Nothing takes tickets any longer, so give none out.
+        # Tickets are no longer accepted, so none must be issued.
         self._node.unserve(Reserve)
         self._node.unserve(OpenCircuit)
         self._node.listener.on_ticket = None
@@ -240,7 +243,7 @@ class Relay:
 
     async def _offer(self, circuit: Circuit, called: PeerId, offer: CircuitOffer) -> None:
         try:
-            # The call dials a peer that has no place here.
+            # If the called peer has no place here, this call dials it.
             await self._node.call(called, offer, Ack, timeout_s=_OFFER_TIMEOUT_S)
         except PeerError as error:
             self.end(circuit, str(error))
@@ -262,15 +265,15 @@ class Relay:
             caller.socket.send_bytes(_GO)
 
     def add(self, data: memoryview) -> None:
-        """Add a message to those of this read; unmasked, it takes no more room than before."""
+        """Add a message to the batch of this read; without a mask it takes no more room than when it was received."""
         self._batched_bytes += write_message(data, self._batch[self._batched_bytes :])
 
     def flush(self, socket: WebSocket) -> None:
-        """Send the messages of a read by one write: fewer calls, and fewer wake-ups of the far end."""
+        """Send all messages of a read by one write, which saves calls, and wake-ups of the receiver."""
         size = self._batched_bytes
         self._batched_bytes = 0
         if size and not socket.send_framed(self._batch[:size]):
-            # The socket still sends from the old memory.
+            # The socket still sends from this memory, so the next batch needs new memory.
             self._batch = memoryview(bytearray(_BATCH_BYTES))
 
     def end(self, circuit: Circuit, reason: str) -> None:
@@ -292,7 +295,7 @@ class Relay:
 
 @dataclass(eq=False)
 class _Pump:
-    """Receives at one end of a circuit and sends to the other, as far as it and quotas have room."""
+    """Receives at one end of a circuit and sends to the other end; it pauses if the other end or a quota is full."""
 
     relay: Relay
     circuit: Circuit
@@ -316,7 +319,7 @@ class _Pump:
             self.relay.end(self.circuit, fault)
         elif delay_s > 0:
             self._wait("quota")
-            # An earlier message of the same read has set a shorter pause.
+            # An earlier message of the same read may have set a shorter pause.
             if self._quota_timer is not None:
                 self._quota_timer.cancel()
             self._quota_timer = loop.call_later(delay_s, self._resume, "quota")
@@ -349,7 +352,7 @@ class _Pump:
 def choose(
     rtts_s: dict[PeerId, float], reserved: Container[PeerId], places: int = _WANTED_PLACES
 ) -> list[PeerId]:
-    """Return the nearest relays; those where this peer has a place get a bonus."""
+    """Return the relays with the shortest round trips; those where this peer has a place get a bonus."""
 
     def distance(relay: PeerId) -> tuple[float, PeerId]:
         bonus = _HELD_BONUS if relay in reserved else 1.0
@@ -359,7 +362,7 @@ def choose(
 
 
 class Circuits:
-    """Lets a node dial through relays and, after `start`, be dialled through them, until it closes."""
+    """Lets a node dial through relays and, from `start` until `stop`, be dialled through them."""
 
     def __init__(
         self,
@@ -376,7 +379,7 @@ class Circuits:
         self._look = asyncio.Event()
         self._looked = asyncio.Event()
         self._keeping: asyncio.Task[None] | None = None
-        # Peers that are being dialled in order to leave a relay.
+        # Peers that are being dialled directly, to replace a link through a relay.
         self._leaving: set[PeerId] = set()
         # The circuit addresses at each relay.
         self.places: dict[PeerId, tuple[str, ...]] = {}
@@ -390,7 +393,7 @@ class Circuits:
             self._keeping = self._node.spawn(self._keep())
 
     async def wait_looked(self, timeout_s: float) -> None:
-        """Return when all relays known at the start have been tried, or the time is over."""
+        """Wait until all relays known at the start have been tried, or until the time is over."""
         await wait_until(self._loop.time() + timeout_s, self._looked)
 
     def stop(self) -> None:
@@ -412,7 +415,7 @@ class Circuits:
         return websocket
 
     def _entries(self, relay: PeerId) -> list[str]:
-        """Return the addresses at which the relay can be dialled; first the one of the link to it."""
+        """Return the addresses at which the relay can be dialled; that of the present link to it comes first."""
         addresses = list(self._node.contact_of(relay).addresses)
         path = self._node.path_to(relay)
         if path is not None and path.address:
@@ -440,7 +443,7 @@ class Circuits:
         await self.leave_relay(link.peer)
 
     async def leave_relay(self, peer: PeerId) -> None:
-        """Dial a peer that is linked by a relay, where it can be dialled or behind the same router."""
+        """Dial a peer directly whose link goes through a relay, if it can be dialled or is behind the same router."""
         if peer in self._leaving or not self._is_relayed(peer):
             return
         self._leaving.add(peer)
@@ -465,7 +468,7 @@ class Circuits:
 
     @property
     def _inside(self) -> tuple[str, ...]:
-        """The addresses of this machine in its own network."""
+        """The addresses of this machine in its local network."""
         return tuple(filter(is_inside, self._node.listening()))[:_INSIDE]
 
     async def _on_inside(self, peer: PeerId, message: Inside) -> Inside:
@@ -478,7 +481,7 @@ class Circuits:
             self._look.clear()
             rtts_s = await self._survey()
             nearest = choose(rtts_s, self.places)
-            # Reserve again where this peer has a place: the relay may have dropped it.
+            # This also renews places that this peer has, because the relay may have dropped them.
             for relay in nearest:
                 await self._reserve(relay)
             self._looked.set()
@@ -491,11 +494,11 @@ class Circuits:
             else:
                 wait_s = _LOOK_EVERY_S
             await wait_until(began_at + wait_s * self._rng.uniform(0.8, 1.2), self._look)
-            # Wait a second in any case: a relay may give places and hang up, again and again.
+            # Wait for about a second in any case, because a relay may give a place and hang up, again and again.
             await asyncio.sleep(began_at + RETRY_S * self._rng.uniform(0.8, 1.0) - self._loop.time())
 
     async def _survey(self) -> dict[PeerId, float]:
-        """Return the round-trip times (seconds) of the relays with a place, and of some other candidates."""
+        """Return round-trip times, in seconds, to the relays where this peer has a place, and to some candidates."""
         contacts = {contact.id: contact for contact in await self._candidates()}
         for contact in contacts.values():
             self._node.learn(contact)
@@ -523,7 +526,7 @@ class Circuits:
             self._forget([relay])
             return
         self._node.pinned.add(relay)
-        # Others may have to dial it elsewhere than we do: public addresses come first.
+        # Public addresses come first, because others may not reach the relay at the address that this peer uses.
         entries.sort(key=lambda entry: (is_loopback(host_of(entry)), is_local(host_of(entry))))
         circuits = tuple(f"{entry}{CIRCUIT}{relay.hex()}" for entry in entries[:_ENTRIES])
         if self.places.get(relay) != circuits:

@@ -1,4 +1,4 @@
-"""Room for the connections of strangers: a server keeps a bounded number, and no network takes it from others."""
+"""Limits the connections of strangers to a server, so that no network can take all of them."""
 
 import asyncio
 from collections import Counter
@@ -8,31 +8,32 @@ from typing import Any
 
 from colab_swarm.net.addresses import network_of
 
-# A new connection has no transport for this time at most; later it is gone.
+# A new connection gets its transport within this time; a connection without one after that is gone.
 _CONNECT_S = 1.0
 
 
 class ConnectionRoom:
-    """Keeps about ``most`` connections of a server.
+    """Limits a server to about ``most`` connections.
 
-    Beyond that the network with the most of them loses its oldest idle one, or its oldest one if none is idle.
+    Beyond that, the network with the most connections loses its oldest idle one, or its oldest one if none is idle.
 
     Args:
-        most: connections. The system queues more, which are accepted together.
-        counts: whether a connection with a transport still takes room.
+        most: maximum number of connections. It may be exceeded for a moment, because the system accepts several queued
+            connections together.
+        counts: returns True if a connection that has a transport still counts.
     """
 
     def __init__(self, most: int, counts: Callable[[Any], bool] = lambda connection: True) -> None:
         self._most = most
         self._counts = counts
         self._loop = asyncio.get_running_loop()
-        # With the time of their start, the oldest first. They are aiohttp's protocols.
+        # The connections, which are aiohttp's protocols, with the time of their start, the oldest first.
         self._began: dict[Any, float] = {}
         self._busy: Counter[Any] = Counter()
 
     @property
     def open(self) -> list[Any]:
-        """The connections that take room, the oldest first."""
+        """The connections that count, the oldest first."""
         return [connection for connection in self._began if connection.transport is not None]
 
     def enter(self, connection: Any) -> None:
@@ -48,13 +49,13 @@ class ConnectionRoom:
 
     @contextmanager
     def busy(self, connection: Any) -> Iterator[None]:
-        """Let the connection stay before idle ones for the length of the block."""
+        """Count the connection as busy within the ``with`` block, so that idle ones are closed before it."""
         self._busy[connection] += 1
         try:
             yield
         finally:
             self._busy[connection] -= 1
-            # drops zeros
+            # removes entries that are 0
             self._busy += Counter()
 
     def _stays(self, connection: Any, began_at: float, now: float) -> bool:
@@ -68,7 +69,7 @@ class ConnectionRoom:
             end = connection.transport.get_extra_info("peername")
             if end:
                 networks[connection] = network_of(end[0])
-        # Several connections may have opened since the last one was counted.
+        # More than one connection may be too many, because several may have opened since the last count.
         while len(networks) >= self._most:
             fullest, _ = Counter(networks.values()).most_common(1)[0]
             candidates = [connection for connection, network in networks.items() if network == fullest]

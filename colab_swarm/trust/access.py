@@ -1,11 +1,12 @@
 """How a peer gets into a run and invites others: its membership, and how a revocation reaches every peer.
 
-An invitation that admits offline lets a peer sign its own membership at once. The authority replaces it
-as soon as it is reached, so that the invitation can be revoked without removing the peers that used it.
-A membership is renewed from half of its life on, so that the authority may be away for the other half.
+With an invitation that is valid offline, a peer signs its own membership immediately. As soon as the peer reaches the
+authority, the authority replaces this membership by one of its own. Then the invitation can be revoked without removing
+the peers that used it. A peer tries to renew its membership when half of its life is over, so the authority may be away
+for the other half.
 
-The authority signs a list of revocations. A peer that learns of a newer list sends it to all its links, and
-each asks one linked peer for the newest list every 20 s. So late joiners get it too, without the authority.
+The authority signs a list of revocations. A peer that receives a newer list sends it to all linked peers. Each peer
+also asks one linked peer for the newest list every 20 s, so late joiners get the list without the authority.
 """
 
 import asyncio
@@ -44,17 +45,17 @@ _SET_CLOCK = (
 )
 REPORT_S = 30.0  # smaller clock differences are not reported
 TICK_S = 10.0
-PULL_S = 20.0  # of revocations
-MAX_NAMED = 5  # revoked peers in one notice
+PULL_S = 20.0  # time between two requests for the newest revocations
+MAX_NAMED = 5  # maximum number of revoked peers in one notice
 CALL_TIMEOUT_S = 10.0
 RETRY_S = 30.0
 MAX_RETRY_S = 600.0
 
 
 def clock_advice(behind_s: float, mailbox: str = "") -> str:
-    """Return what to say of a clock ``behind_s`` behind the others' (negative: ahead); empty if little.
+    """Return a text on a clock that is ``behind_s`` behind the others' (negative: ahead); empty if this is little.
 
-    With the address of a ``mailbox``, it is behind the clock of that store, which `RunAccess` goes by.
+    With the address of a ``mailbox``, the clock is compared with that of the store, whose time `RunAccess` uses.
     """
     if abs(behind_s) <= REPORT_S:
         return ""
@@ -70,7 +71,7 @@ def clock_advice(behind_s: float, mailbox: str = "") -> str:
 
 @dataclass
 class RunMember:
-    """Gets and renews this peer's membership, and accepts the renewed ones of other peers."""
+    """Gets and renews this peer's membership, and accepts renewed memberships of other peers."""
 
     node: Node
     dht: DHT
@@ -79,12 +80,12 @@ class RunMember:
     access: "RunAccess"
 
     def __post_init__(self) -> None:
-        self._reported_s = 0.0  # the clock difference of the last notice
+        self._reported_s = 0.0  # the clock difference that the last notice reported
         self._absent = LeftOut[str](RETRY_S, MAX_RETRY_S)
         self.node.serve(IssuedMembership, self._on_renewed, role=Role.GUEST)
 
     async def join(self) -> None:
-        """Get the first membership; raise `JoinError` if the authority refuses or is silent."""
+        """Get the first membership; raise `JoinError` if the authority refuses or does not answer."""
         invitation = self.access.invitation
         saved = self.access.membership
         if invitation is None or invitation.grant is None:
@@ -99,7 +100,7 @@ class RunMember:
                 return
         proof = Membership.by_invitation(grant, invitation.key, key=key, now=now).encode()
         if saved and now > grant.join_until:
-            proof = saved  # the authority renews an ended membership for a while
+            proof = saved  # the authority renews a membership even some time after its end
         elif grant.offline:
             self.admission.membership = proof
             return
@@ -114,7 +115,7 @@ class RunMember:
             ) from error
 
     async def tick(self) -> None:
-        """Check the clock, and renew the membership if due."""
+        """Check the clock, and renew the membership if this is due."""
         self._check_clock()
         if self.access.invitation is not None:
             await self._renew_if_due()
@@ -144,11 +145,11 @@ class RunMember:
         self._absent.forgive("authority")
         left_h = (renewed.expires_at - self.node.time()) / 3600
         self.events.emit(Notice(loop_now(), f"membership renewed for {left_h:.1f} h"))
-        # a peer that misses it sees it in the next handshake
+        # a peer that misses this message gets the membership in the next handshake
         await asyncio.gather(*map(self._show_membership, self.node.linked()))
 
     def _on_not_renewed(self, held: Membership, error: PeerError) -> None:
-        """Try again later; say so if the authority refuses, or little time is left."""
+        """Try again later; tell the user if the authority refuses, or if little time is left."""
         now = self.node.time()
         self._absent.fail("authority", now)
         left_s = held.expires_at - now
@@ -176,7 +177,7 @@ class RunMember:
         return issued
 
     def _reason_of(self, error: PeerError) -> str:
-        # the authority's refusal without its id in front
+        # the text of the authority's refusal, without its id in front
         return str(error).removeprefix(f"{short(id_of(self.admission.authority))}: ")
 
     async def _show_membership(self, peer: PeerId) -> None:
@@ -207,7 +208,7 @@ class RevocationGossip:
         self.node.serve(ShareRevoked, self._on_share)
 
     def spread(self, but: PeerId | None = None) -> None:
-        """Close the links of revoked peers, and send the list to all others ``but`` one."""
+        """Close the links of revoked peers, and send the list to all linked peers except ``but``."""
         self.node.recheck()
         revocations = self.admission.revoked.encode()
         for peer in self.node.linked() - {but}:
@@ -253,7 +254,10 @@ class RevocationGossip:
 
 
 class Trust:
-    """A peer's contributions and, in a closed run, its membership, revocations, ``authority``."""
+    """A peer's contributions and, in a run that is not open, its membership, the revocations and its ``authority``.
+
+    ``authority`` is None unless this peer is the authority.
+    """
 
     def __init__(
         self, node: Node, dht: DHT, events: EventLog, rng: random.Random, access: "RunAccess"
@@ -283,14 +287,14 @@ class Trust:
             self._tasks.every(PULL_S, self._gossip.pull)
 
     async def stop(self) -> None:
-        """End the background work, and tell all linked peers what this one saw them contribute."""
+        """End the background work, and send all linked peers a last tally."""
         for kind in (ShareRevoked, IssuedMembership, RequestMembership, ShareTally):
             self._node.unserve(kind)
         await end_tasks(*self._tasks.cancel())
         await self.contributions.share_with_all()
 
     def revoke(self, subject: PeerId) -> None:
-        """Remove a peer, or an invitation by its key's id.
+        """Remove a peer, or revoke an invitation by the id of its key.
 
         Raises `PermissionError` if this peer is not the authority, or the run is in a bucket.
         """
@@ -305,11 +309,11 @@ class Trust:
         self._gossip.spread()
 
 
-# of an invitation: where nobody is online, nobody makes another one
+# The default life of an invitation; longer in a bucket, where no peer may be online that could make another one.
 HOURS = 24.0
 MAILBOX_HOURS = 30 * 24.0
 MAX_HOURS = 1e6
-# of an invitation, and of each: it must fit in a QR code
+# Maximum number of entries in an invitation, and of addresses in each entry: it must fit in a QR code.
 ENTRIES = 3
 ADDRESSES = 4
 ONLY_THE_ORGANIZER = (
@@ -322,9 +326,9 @@ ONLY_THE_ORGANIZER = (
 class RunAccess:
     """A peer's way into a run, and its rights there.
 
-    ``admission`` is None in an open run. The ``invitation`` admits it to a closed one, with a
-    Hugging Face ``token`` if required; the authority has a ``book`` instead. ``membership``,
-    ``known`` peers and the ``tally`` are of an earlier session.
+    ``admission`` is None in an open run. In other runs, the ``invitation`` admits the peer, with a
+    Hugging Face ``token`` if one is required; the authority has a ``book`` instead. ``membership``,
+    ``known`` peers and the ``tally`` come from an earlier session.
     """
 
     run_id: str
@@ -335,7 +339,7 @@ class RunAccess:
     book: AuthorityBook | None = None
     allow: Allowlist | None = None
     invitation: Invite | None = None
-    mailbox: str = ""  # address of the bucket that has the run's rounds, if any
+    mailbox: str = ""  # address of the bucket in which the run's rounds are; empty if they go over links
     known: tuple[Contact, ...] = ()
     tally: Tally = ()
 
@@ -350,7 +354,10 @@ class RunAccess:
         key_file: str | Path | None,
         mailbox: str = "",
     ) -> "RunAccess":
-        """Create a run with this peer as authority, or continue the key file's; ValueError if unusable."""
+        """Create a run with this peer as authority, or continue the run of the key file.
+
+        Raises ValueError if an argument or the key file is not usable.
+        """
         require(
             NAME.fullmatch(name),
             f"{name!r} is no run name: use up to 63 of a-z, 0-9 and '._-', as in 'my-first-swarm'",
@@ -395,8 +402,8 @@ class RunAccess:
     ) -> "RunAccess":
         """Join a run by an invitation.
 
-        ``token`` is of Hugging Face, if the run asks for one; ``membership`` of an earlier session, if any. The folder
-        of a ``mailbox`` may have another path here than in the invitation.
+        ``token`` is a Hugging Face token, if the run requires one. ``membership`` is that of an earlier session, if
+        there was one. If the ``mailbox`` is a folder, its path here may differ from that in the invitation.
         """
         run_id = invitation.run_id
         admission = None
@@ -431,12 +438,22 @@ class RunAccess:
         uses: int | None = None,
         settings: Mapping[str, Setting] | None = None,
     ) -> Invite:
-        """Make an invitation; a peer that is not the authority passes its own on, with itself as an entry.
+        """Make an invitation.
 
-        The ``role`` is worker (default), reducer or viewer. It can be used for ``hours``, by default 24, or 30 days
-        where the run is in a bucket, by ``uses`` peers, by default any number. ``settings`` are for training, by
-        default those of this peer's own invitation. Raises `JoinError` if nobody could use it, `PermissionError` if
-        only the authority can make it, `ValueError` if an argument is out of range.
+        A peer that is not the authority can only pass on its own invitation, to which it adds itself as an entry.
+
+        Args:
+            peers: this peer's node.
+            authority: this peer's authority, or None.
+            role: worker (default), reducer or viewer.
+            hours: how long the invitation can be used; by default 24 hours, or 30 days if the run is in a bucket.
+            uses: how many peers can use it; by default any number.
+            settings: settings for training; by default those of this peer's own invitation.
+
+        Raises:
+            JoinError: no peer could use the invitation.
+            PermissionError: only the authority can make this invitation.
+            ValueError: an argument is out of range.
         """
         limited = role is not None or uses is not None
         closed = self.admission is not None
@@ -472,7 +489,10 @@ class RunAccess:
         return self._with_mailbox(made, peers).with_settings(settings)
 
     def _with_mailbox(self, made: Invite, peers: Node) -> Invite:
-        """Add the address that the creator of the run signed: this peer, or the one whose invitation it has."""
+        """Add the mailbox's address with the signature of the run's creator.
+
+        This peer signs the address itself if it is the creator; else the signature is in its own invitation.
+        """
         if not self.mailbox:
             return made
         if self.invitation is not None:
@@ -482,7 +502,7 @@ class RunAccess:
         return made.with_mailbox(self.mailbox, peers.public_key, signed.signature)
 
     def _reachable(self, peers: Node) -> tuple[Contact, ...]:
-        """Return the entries of a new invitation: peers that can be dialled, directly if possible."""
+        """Return the entries of a new invitation: peers that can be dialled, those that need no relay first."""
         contacts: list[Contact] = []
         if self.admission is not None:
             contacts.append(peers.contact_of(id_of(self.admission.authority)))

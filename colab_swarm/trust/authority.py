@@ -1,4 +1,4 @@
-"""The authority of a run, an ordinary peer: signs invitations and memberships, and revokes them."""
+"""The authority of a run: an ordinary peer that signs invitations and memberships, and revokes them."""
 
 import asyncio
 import logging
@@ -32,12 +32,15 @@ from colab_swarm.net.peers import Message, PeerId, Refusal, Role, short
 logger = logging.getLogger(__name__)
 MEMBER_S = 7 * 24 * 3600.0
 LISTED_MEMBER_S = 4 * 3600.0
-GRACE_S = 7 * 24 * 3600.0  # how long an ended membership can be renewed
+GRACE_S = 7 * 24 * 3600.0  # how long after its end a membership can still be renewed
 EncodedMembership = Annotated[bytes, msgspec.Meta(max_length=MAX_MEMBERSHIP_BYTES)]
 
 
 class RequestMembership(Message, frozen=True):
-    """To the authority; ``proof`` is an invitation's or an earlier membership, ``token`` of Hugging Face."""
+    """Asks the authority for a membership.
+
+    ``proof`` is a membership that the invitation allowed, or an earlier one. ``token`` is a token of Hugging Face.
+    """
 
     proof: EncodedMembership
     token: Annotated[str, msgspec.Meta(max_length=512)] = ""
@@ -47,35 +50,35 @@ class RequestMembership(Message, frozen=True):
 
 
 class IssuedMembership(Message, frozen=True):
-    """The authority's answer. Its owner shows a renewed one to linked peers, who answer `Ack`."""
+    """The authority's answer. A peer also sends its renewed membership to linked peers, which answer with `Ack`."""
 
     membership: EncodedMembership
 
 
 class ShareRevoked(Message, frozen=True):
-    """Both ways: the sender's version of the authority's list; the list if the receiver may lack it."""
+    """Call and answer: the version of the sender's revocation list, and the list if the receiver may not have it."""
 
     version: int
     revocations: Annotated[bytes, msgspec.Meta(max_length=1 << 16)] = b""
 
 
 class AuthorityBook(msgspec.Struct):
-    """The authority's memory: uses of invitations, and the newest encoded list of revocations."""
+    """What the authority stores: the uses of invitations, and the newest encoded list of revocations."""
 
     run_id: str
-    used: dict[str, tuple[float, list[str]]] = {}  # an invitation's end and peers, by key
+    used: dict[str, tuple[float, list[str]]] = {}  # by an invitation's key: its end, and its users
     revocations: bytes = b""
-    path: str = ""  # of its file, beside the key file, if any
+    path: str = ""  # path of the book's file, next to the key file; empty without a key file
 
     @classmethod
     def of(cls, run_id: str, key_file: str | Path | None = None) -> "AuthorityBook":
-        """Return the book beside the key file, with its former run_id, or a new one; ValueError if damaged."""
+        """Return the book stored next to the key file, with the run_id in it, or a new book; ValueError if damaged."""
         path = "" if key_file is None else f"{key_file}.authority"
         book = cls(run_id, path=path)
         try:
             if path:
                 book = msgspec.json.decode(Path(path).read_bytes(), type=cls)
-                book.path = path  # files may move
+                book.path = path  # the user may have moved the files
         except FileNotFoundError:
             book.save()
         except msgspec.MsgspecError as error:
@@ -87,7 +90,10 @@ class AuthorityBook(msgspec.Struct):
             write_file(Path(self.path), [msgspec.json.encode(self)], sync=True, private=True)
 
     def use(self, grant: Grant, peer: PeerId, *, now: float) -> bool:
-        """Count that a peer joins with a grant; return False if it is used up. A peer may join again for free."""
+        """Count that a peer joins with a grant; return False if the grant is used up.
+
+        A peer that joins again is not counted again.
+        """
         if not grant.uses:
             return True
         _, peers = self.used.setdefault(grant.key.hex(), (grant.join_until, []))
@@ -102,7 +108,7 @@ class AuthorityBook(msgspec.Struct):
 
 @dataclass(frozen=True)
 class Allowlist:
-    """Accounts of Hugging Face that an authority admits: users, and members of organisations."""
+    """Hugging Face accounts that an authority admits: these users, and the members of these organisations."""
 
     users: tuple[str, ...] = ()
     organisations: tuple[str, ...] = ()
@@ -124,13 +130,16 @@ def make_grant(
 
 
 def member_s(allow: Allowlist | None) -> float:
-    """Return the life of a membership, short with an allowlist: who leaves it is soon out."""
+    """Return how long a membership lasts, in seconds.
+
+    With an allowlist it is short, so that an account that is taken off the list soon loses its membership.
+    """
     return MEMBER_S if allow is None else LISTED_MEMBER_S
 
 
 @dataclass
 class Authority:
-    """Issues memberships, to accounts on ``allow`` if it is given, and signs the list of revocations."""
+    """Issues memberships, and signs the list of revocations. With ``allow``, only accounts on it get a membership."""
 
     peers: Node
     admission: MembershipAdmission
@@ -145,14 +154,20 @@ class Authority:
         self.peers.serve(RequestMembership, self._on_request, role=Role.GUEST)
 
     def grant(self, role: Role, *, hours: float, uses: int = 0) -> tuple[Grant, bytes]:
-        """Return a new invitation's grant and its key's seed, or raise `ValueError`; 0 ``uses``: any."""
+        """Return the grant of a new invitation and the seed of the invitation's key.
+
+        ``uses`` is how many peers may join; 0 for any number. Raises `ValueError` if it is out of range.
+        """
         require(0 <= uses <= MAX_USES, f"uses={uses}: it is 1 to {MAX_USES:,}, or 0 for any number")
         until = self.peers.time() + 3600 * hours
         run_id = self.admission.run_id
         return make_grant(run_id, role, self.peers.sign, join_until=until, allow=self.allow, uses=uses)
 
     def revoke(self, subject: PeerId) -> None:
-        """Revoke a peer, or an invitation's key with all that only it admits; never itself."""
+        """Revoke a peer, or an invitation's key together with all peers that only this key admits.
+
+        Raises `ValueError` if the subject is this peer itself.
+        """
         require(subject != self.peers.id, "this is the authority itself; to end the run, leave it")
         revocations = self.admission.revoked.adding(subject, now=self.peers.time(), sign=self.peers.sign)
         self.book.revocations = revocations.encode()

@@ -1,14 +1,15 @@
-"""What each peer contributed, as this peer saw it and as linked peers told it. No peer can credit itself.
+"""What each peer contributed, as this peer saw it and as linked peers reported it. No peer can credit itself.
 
-- *Samples.* A contributor is credited once in total with the samples of its gradient in a round.
-  The other reducers divide this by their shares of the averaged vector: j credits p with
-  ``samples_p * share_j / (1 - share_p)``. If p is the only reducer, the other members divide the
-  credit evenly. A round of one is not counted.
-- *Bytes reduced.* Every other member credits a reducer with the float32 bytes that it averaged for it.
+- *Samples.* In a round, a contributor is credited once in total with the samples of its gradient.
+  The other reducers share this credit in proportion to their shares of the averaged vector: j credits p with
+  ``samples_p * share_j / (1 - share_p)``. If p is the only reducer, the other members share the
+  credit evenly. A round with only one member is not counted.
+- *Bytes reduced.* Every other member credits a reducer with the float32 bytes that the reducer averaged for it.
 - *Bytes relayed.* Each end of a circuit credits the relay with half of the circuit's bytes.
-- *Work units, expert calls.* The served peer credits the serving one.
+- *Work units, expert calls.* The peer that was served credits the peer that served it.
 
-A peer tells its tally only itself, over a link, which proves who it is. So tallies need no signature.
+A *tally* is one peer's list of what it saw others contribute. A peer sends only its own tally, over a link, and the
+link proves who it is. So tallies need no signature.
 """
 
 import asyncio
@@ -31,8 +32,8 @@ logger = logging.getLogger(__name__)
 Kind: TypeAlias = Literal["samples", "reduced_bytes", "relayed_bytes", "units", "expert_calls"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 VALUE_BYTES = 4
-MAX_ROWS = 300  # peers in a tally
-MAX_TALLIES = 100  # of other peers
+MAX_ROWS = 300  # maximum number of peers in a tally
+MAX_TALLIES = 100  # maximum number of other peers' tallies
 MAX_AMOUNT = 1e18
 SHARE_S = 30.0
 SHARE_TIMEOUT_S = 3.0
@@ -64,7 +65,7 @@ Tally: TypeAlias = Annotated[tuple[Contribution, ...], msgspec.Meta(max_length=M
 
 
 class ShareTally(Message, frozen=True):
-    """Both ways: what the sender saw others contribute."""
+    """Call and answer: what the sender saw others contribute."""
 
     tally: Tally
 
@@ -78,7 +79,10 @@ class ContributionLedger:
         self._amounts: dict[PeerId, dict[Kind, float]] = {}
 
     def credit(self, peer: PeerId, kind: Kind, amount: float) -> None:
-        """Count a contribution, none of this peer itself; ValueError unless finite and >= 0."""
+        """Count a contribution of another peer; raises ValueError if the amount is not finite and >= 0.
+
+        This peer itself is never credited.
+        """
         require(0 <= amount < math.inf, f"{amount} {kind} cannot be credited")
         if peer == self._own or not amount:
             return
@@ -88,20 +92,23 @@ class ContributionLedger:
             self._amounts = self._largest()
 
     def on_totals(self, kind: Kind, totals: Mapping[PeerId, int], part: float = 1.0) -> None:
-        """Count what others did for this peer since the last time, a ``part`` of it; ``totals`` began at its start."""
+        """Credit others with a ``part`` of what they did for this peer since the last call.
+
+        ``totals`` are the amounts since this peer's start.
+        """
         for peer, total in totals.items():
             self.credit(peer, kind, part * (total - self._totals.get((kind, peer), 0)))
             self._totals[kind, peer] = total
 
     def on_bucket_round(self, samples: Mapping[PeerId, float]) -> None:
-        """Count a round in a bucket, by its contributors' samples, which each member reads itself."""
+        """Count a round in a bucket by its contributors' samples, which every member reads in the bucket."""
         for member, computed in samples.items():
             self.credit(member, "samples", computed)
 
     def on_round(
         self, group: Group, contributors: Collection[PeerId], spans_lost: Collection[Span] = ()
     ) -> None:
-        """Count a round of this peer over links, as in its `GroupResult`."""
+        """Count a round over links in which this peer took part; the arguments are those of its `GroupResult`."""
         total = sum(member.share for member in group.members)
         mine = sum(member.share for member in group.members if member.id == self._own) / total
         for member, span in zip(group.members, group.spans(), strict=True):
@@ -124,7 +131,7 @@ class ContributionLedger:
                 self.credit(contribution.peer, kind, getattr(contribution, kind))
 
     def _largest(self) -> dict[PeerId, dict[Kind, float]]:
-        """Return the `MAX_ROWS` peers with the largest parts of what all contributed, the largest first."""
+        """Return the `MAX_ROWS` peers that contributed the largest parts of all totals, the largest first."""
         totals = {kind: sum(amounts[kind] for amounts in self._amounts.values()) or 1.0 for kind in KINDS}
         parts = {}
         for peer, amounts in self._amounts.items():
@@ -134,10 +141,13 @@ class ContributionLedger:
 
 
 def sum_tallies(tallies: Mapping[PeerId, Tally]) -> tuple[Contribution, ...]:
-    """Add up the tallies by their writers, most samples first. What a writer says of itself does not count."""
+    """Add up the tallies, which are given by their writers; return most samples first.
+
+    What a writer reports about itself does not count.
+    """
     sums: dict[PeerId, dict[Kind, float]] = {}
     for writer, tally in tallies.items():
-        # a tally counts once for each peer
+        # a tally counts each peer only once
         by_peer = {contribution.peer: contribution for contribution in tally}
         by_peer.pop(writer, None)
         for peer, contribution in by_peer.items():
@@ -150,7 +160,7 @@ def sum_tallies(tallies: Mapping[PeerId, Tally]) -> tuple[Contribution, ...]:
 
 
 class Contributions:
-    """This peer's ledger, which continues the ``saved`` one, and the last tally of each reducer or worker it met."""
+    """This peer's ledger, which continues the ``saved`` one, and the last tallies that reducers and workers sent."""
 
     def __init__(self, peers: Node, rng: random.Random, saved: Tally = ()) -> None:
         self._peers = peers
@@ -158,8 +168,8 @@ class Contributions:
         self._told: dict[PeerId, Tally] = {}
         self.ledger = ContributionLedger(peers.id)
         self.ledger.resume(saved)
-        self.expert_calls: Mapping[PeerId, int] = {}  # that the experts of each host have answered
-        # by coordinator: the units that volunteers have trained for it
+        self.expert_calls: Mapping[PeerId, int] = {}  # number of calls that the experts of each host answered
+        # for each coordinator here, a function that returns how many units each volunteer has trained for it
         self.units: dict[object, Callable[[], Mapping[PeerId, int]]] = {}
         peers.serve(ShareTally, self._on_share)
 
@@ -179,11 +189,11 @@ class Contributions:
         return self.known()
 
     def known(self) -> tuple[Contribution, ...]:
-        """Return the sum of this peer's tally and of those that it was told, most samples first."""
+        """Return the sum of this peer's tally and of the tallies that it received, most samples first."""
         return sum_tallies({**self._told, self._peers.id: self.tally()})
 
     def tally(self) -> Tally:
-        """Return the ledger's tally, with the services that this peer got until now."""
+        """Return the ledger's tally, with all services that this peer has received until now."""
         # each end of a circuit counts half
         self.ledger.on_totals("relayed_bytes", self._peers.metering.relayed_bytes(), 0.5)
         self.ledger.on_totals("expert_calls", dict(self.expert_calls))
@@ -206,15 +216,15 @@ class Contributions:
         return ShareTally(self.tally())
 
     def _take(self, peer: PeerId, tally: Tally) -> None:
-        # a viewer takes no part in rounds, so it saw nothing
+        # viewers take no part in rounds, so their tallies do not count
         if self._peers.role_of(peer) >= Role.REDUCER:
             remember(self._told, peer, tally, MAX_TALLIES)
 
 
 class Leaderboard(tuple[Contribution, ...]):
-    """Each peer's contributions, as this peer saw them or was told; most samples first."""
+    """Each peer's contributions, as this peer saw them or as linked peers reported them; most samples first."""
 
-    names: Mapping[str, str]  # that peers chose, by short id; not verified
+    names: Mapping[str, str]  # names that peers chose, by short id; not verified
     me: PeerId
 
     def __new__(cls, given: Iterable[Contribution], names: Mapping[str, str], me: PeerId) -> "Leaderboard":
