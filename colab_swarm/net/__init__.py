@@ -1,4 +1,4 @@
 """Links between peers: identities, encrypted links with calls and streams, ways to peers behind NATs.
 
-Does not import torch. README.md here has the protocol.
+This package does not import torch. README.md in this folder describes the protocol.
 """

@@ -1,4 +1,4 @@
-"""Addresses to dial, to dial for others, and of visitors."""
+"""Addresses: those that this peer dials, those that it dials back for others, and those of visitors."""
 
 import errno
 import ipaddress
@@ -30,7 +30,7 @@ _LOCAL = [ipaddress.ip_network(network) for network in f"{_LOCAL_4} {_LOCAL_6}".
 
 
 def relay_of(address: str) -> Contact | None:
-    """Return the relay of a circuit's address, and where to dial it; None for other addresses."""
+    """Return the relay in a circuit's address, with the address at which to dial it; None for other addresses."""
     entry, _, relay = address.partition(CIRCUIT)
     direct = _ADDRESS.fullmatch(entry) is not None and host_of(entry) != ""
     if not direct or _ID.fullmatch(relay) is None:
@@ -41,7 +41,7 @@ def relay_of(address: str) -> Contact | None:
 def is_address(text: str) -> bool:
     """Return True for ``ws://HOST:PORT``, a circuit through a relay there, or ``iroh://ENDPOINT_ID@HOST``.
 
-    No other path is allowed: a stranger could have us call the API of any web server.
+    No other path is allowed, because a stranger could use it to make this peer call the API of any web server.
     """
     if len(text) > _MAX_ADDRESS_CHARS:
         return False
@@ -63,7 +63,7 @@ def host_of(address: str) -> str:
 
 
 def ip_of(host: str) -> IP | None:
-    """Return the IP address in its one spelling; None if ``host`` is a name."""
+    """Return the IP address in normal form; None if ``host`` is a name."""
     try:
         ip = ipaddress.ip_address(host.partition("%")[0])
     except ValueError:
@@ -83,10 +83,11 @@ def is_loopback(host: str) -> bool:
 
 
 def may_dial_back(address: str, seen: str) -> bool:
-    """Return True if a peer may have us dial ``address``: only at the IP address ``seen`` where we see it.
+    """Return True if this peer may dial ``address`` because another peer asks for it.
 
-    Otherwise it could have us connect to other people's machines, or to those of our own network
-    (SSRF). So names are not dialled, and nothing if ``seen`` is "". This machine's addresses are one.
+    This is only allowed at ``seen``, the IP address from which the other peer is linked. Otherwise the other peer could
+    make this one connect to other people's machines, or to machines of this peer's own network (SSRF). So names are
+    never dialled, and nothing is dialled if ``seen`` is "". All addresses of this machine count as one address.
     """
     if _ADDRESS.fullmatch(address) is None:
         return False
@@ -101,19 +102,19 @@ def may_dial_back(address: str, seen: str) -> bool:
 
 
 def only_local(contacts: Iterable[Contact]) -> bool:
-    """Return True if there are addresses and all are private: no peer outside this network can dial one."""
+    """Return True if there are addresses and all of them are private, so that no peer outside this network can dial."""
     hosts = [host_of(address) for contact in contacts for address in contact.addresses]
     return bool(hosts) and all(map(is_local, hosts))
 
 
 def listening_socket(host: str, port: int) -> socket.socket:
-    """Return a socket that listens on ``host``; an empty one is every interface, IPv4 and IPv6 on one port.
+    """Return a socket that listens on ``host``; an empty host means every interface, IPv4 and IPv6, on one port.
 
-    Port 0 chooses a free one. Raises `PortError` if the port is taken or not allowed.
+    Port 0 chooses a free port. Raises `PortError` if the port is taken or not allowed.
     """
     try:
         if not host and socket.has_dualstack_ipv6():
-            # asyncio and aiohttp would open two sockets, with port 0 on two ports
+            # asyncio and aiohttp would open two sockets; with port 0, these would have two different ports
             try:
                 return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
             except OSError as error:
@@ -134,9 +135,10 @@ def listening_socket(host: str, port: int) -> socket.socket:
 
 
 def reachable_addresses(host: str, port: int) -> tuple[str, ...]:
-    """Return the addresses of a server that listens on ``host``; an empty host stands for every interface.
+    """Return the addresses of a server that listens on ``host``; an empty host means every interface.
 
-    Loopback comes first, where others are refused at once; then public addresses, IPv4 before IPv6.
+    Loopback comes first, because peers on other machines are refused there immediately. Then come public addresses,
+    then private ones; in each group IPv4 is before IPv6.
     """
     if host not in ("0.0.0.0", ""):
         return (f"ws://{host}:{port}",)
@@ -149,15 +151,15 @@ def reachable_addresses(host: str, port: int) -> tuple[str, ...]:
 
 
 def in_url(ip: IP) -> str:
-    """Return an IP address as it is written in a URL, IPv6 in brackets."""
+    """Return an IP address as it is written in a URL; an IPv6 address is in brackets."""
     return str(ip) if ip.version == 4 else f"[{ip}]"
 
 
 def may_dial(host: str) -> bool:
-    """Return False for an address of a private network, such as 192.168.0.0/16, in which this machine has none.
+    """Return False for an address in a private block, such as 192.168.0.0/16, in which this machine has no address.
 
-    An invitation, or another peer, could have us call servers of our own network. Other subnets of the same
-    block may be dialled: offices and VPNs have routes to them.
+    Otherwise an invitation, or another peer, could make this peer call servers of other private networks. Other subnets
+    of the same block may be dialled, because offices and VPNs have routes to them.
     """
     ip = ip_of(host)
     if ip is None or ip.is_loopback:
@@ -171,14 +173,14 @@ def own_ips() -> set[IP]:
     ips: set[IP] = set()
     for adapter in ifaddr.get_adapters():
         for entry in adapter.ips:
-            # An IPv6 address comes with its flow and scope.
+            # An IPv6 address comes as a tuple with its flow and scope.
             text = entry.ip if isinstance(entry.ip, str) else entry.ip[0]
             ips.add(ipaddress.ip_address(text))
     return ips
 
 
 class AddressBook:
-    """Contacts by peer, the 20,000 used last; addresses that a peer announced itself come first."""
+    """Contacts by peer, for the 20,000 peers used last; addresses that a peer announced itself come first."""
 
     def __init__(self) -> None:
         # Each peer's contact, and how many of its addresses the peer announced itself.
@@ -210,7 +212,7 @@ class AddressBook:
 
 
 class VisitorLogger(logging.LoggerAdapter[logging.Logger]):
-    """For aiohttp's servers: a visitor's bad request is a DEBUG line, a fault of ours an ERROR."""
+    """For aiohttp's servers: logs a visitor's bad request at level DEBUG, and an error of this peer at level ERROR."""
 
     def __init__(self) -> None:
         super().__init__(logging.getLogger("colab_swarm.http"), {})
@@ -231,8 +233,8 @@ class VisitorLogger(logging.LoggerAdapter[logging.Logger]):
 def source_of(request: web.BaseRequest) -> str:
     """Return the visitor's network: its IPv4 address, or the /64 of its IPv6 address.
 
-    An agent or proxy on this machine appends the visitor's address to ``X-Forwarded-For``, into which
-    visitors can write too: only the last entry counts, and only if the request comes from loopback.
+    An agent or proxy on this machine appends the visitor's address to ``X-Forwarded-For``. Visitors can write into
+    this header, too, so only its last entry counts, and only if the request comes from loopback.
     """
     host = request.remote or ""
     if is_loopback(host) and "X-Forwarded-For" in request.headers:
@@ -243,7 +245,7 @@ def source_of(request: web.BaseRequest) -> str:
 
 
 def network_of(host: str) -> str:
-    """Return an IPv4 address, or the /64 of an IPv6 address, which one host can fill; "" for others."""
+    """Return an IPv4 address, or the /64 network of an IPv6 address, all of which one host can use; else ""."""
     ip = ip_of(host)
     if ip is None:
         return ""

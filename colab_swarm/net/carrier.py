@@ -1,4 +1,7 @@
-"""Parts of a link: settings, the path to the peer, and what replaces a network on the own link."""
+"""Parts of a link: settings, the path to the peer, and the carrier in memory that replaces a network.
+
+A *carrier* transports the messages of a link: a WebSocket, or memory.
+"""
 
 import asyncio
 from collections.abc import Callable
@@ -20,15 +23,17 @@ class NodeSettings:
     """Settings of `colab_swarm.net.node.Node`.
 
     Attributes:
-        run_id: name of the run, 64 bytes at most; peers of another run are refused.
-        host, port: where to listen; an empty host is every interface, IPv4 and IPv6; port 0 takes a free one.
-        listen: whether to accept links; a node that does not (client mode) dials, and is called back over its links.
-        announce: addresses others can dial, like ``ws://203.0.113.7:4500``; None uses those of the interfaces.
-        iroh: let others reach this peer by iroh: at its IP addresses (``direct``), through the free relays of
-            iroh's makers (``public``), or through the iroh relay at this https address. None: it only dials.
-        iroh_relays: whether it dials peers that wait at an iroh relay.
+        run_id: name of the run, at most 64 bytes; peers of another run are refused.
+        host, port: where to listen. An empty host means every interface, IPv4 and IPv6; port 0 takes a free port.
+        listen: whether to accept links. A node that does not listen (client mode) only dials; others call it over the
+            links that it has opened.
+        announce: addresses that others can dial, like ``ws://203.0.113.7:4500``; None uses those of the interfaces.
+        iroh: how others reach this peer by iroh: at its IP addresses (``direct``), through the free relays of
+            iroh's makers (``public``), or through the iroh relay at this https address. None: iroh is only used to
+            dial others.
+        iroh_relays: whether this peer dials peers that wait at an iroh relay.
         upload_bps, download_bps: limits over all links, bits per second; None for no limit.
-        keep_alive_s: seconds between pings of a link; one silent for three times as long is closed.
+        keep_alive_s: seconds between two pings of a link; a link that is silent for three times as long is closed.
     """
 
     run_id: str = ""
@@ -66,12 +71,13 @@ class LinkType(StrEnum):
 
 @dataclass(frozen=True)
 class Path:
-    """The way of a link to the other end.
+    """The way by which a link reaches the other end.
 
     Attributes:
+        way: the type of link.
         relay: the relay of a relayed link.
-        remote: the other end of the TCP connection; None in memory.
-        address: the dial address that worked; empty at the end that was dialled.
+        remote: the other end of the TCP connection; None for a carrier in memory.
+        address: the address that was dialled; empty at the end that was dialled.
     """
 
     way: LinkType = LinkType.DIRECT
@@ -81,7 +87,7 @@ class Path:
 
     @property
     def seen_host(self) -> str:
-        """IP address of the other end; empty behind a relay or a tunnel, whose own address is all we see."""
+        """IP address of the other end; empty behind a relay or a tunnel, which hide this address."""
         if self.remote is None or self.way is not LinkType.DIRECT:
             return ""
         return self.remote[0]
@@ -99,7 +105,7 @@ class Remote:
     Attributes:
         membership: the membership that the peer showed last; it gives the ``role``.
         time: the peer's clock when it sent its Hello.
-        keys: None where packets are not sealed.
+        keys: the keys for encryption; None if packets are not encrypted.
     """
 
     contact: Contact
@@ -121,11 +127,11 @@ class Receiver(Protocol):
         """Note that the send buffer is full, or has room again."""
 
     def on_lost(self, reason: str) -> None:
-        """Note that the connection is gone; called once, last."""
+        """Note that the connection is gone; this is the last call, and is made only once."""
 
 
 class Loopback:
-    """One end of a carrier in memory, as a peer's link to itself and the simulator have; seals nothing."""
+    """One end of a carrier in memory, for a peer's link to itself and for the simulator; it encrypts nothing."""
 
     remote_end: HostPort | None = None
     other: Self
@@ -158,12 +164,12 @@ class Loopback:
     abort = close
 
     def pause_reading(self) -> None:
-        """Do nothing: no budget applies."""
+        """Do nothing, because no limit applies in memory."""
 
     resume_reading = pause_reading
 
     async def wait_closed(self) -> None:
-        """Return at once."""
+        """Return immediately."""
 
     def _deliver(self, message: memoryview) -> None:
         self.read_at = self._loop.time()

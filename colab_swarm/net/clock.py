@@ -1,36 +1,36 @@
-"""Swarm time: the own clock moved by the median offset of the linked peers, with an own offset of zero among them.
+"""Swarm time: this machine's clock, corrected by the median offset of the linked peers' clocks.
 
-So two peers whose clocks differ meet in the middle, and one liar among honest peers moves nothing. The own clock is
-never moved by more than `_MAX_OFFSET_S`: otherwise a late joiner's only peer could make expired records valid again. An
-own clock that agreed with the others and is then set by more than that is not followed: swarm time goes on as the clock
-ran.
+An offset of zero, for this peer itself, is included in the median. So two peers whose clocks differ meet in the middle,
+and a single liar among honest peers has no effect. The clock is never corrected by more than `_MAX_OFFSET_S`, because
+otherwise a late joiner's only peer could make expired records valid again. If this machine's clock agreed with the
+others, and is then set to another time by more than that, swarm time continues as if the clock had not been set.
 """
 
 from collections.abc import Hashable
 from statistics import median
 
 _MAX_OFFSET_S = 600.0
-_STEP_S = 1.0  # less is a clock that is adjusted
+_STEP_S = 1.0  # a clock that jumps by more was set; by less, it was only adjusted
 
 
 class SwarmClock:
     """Collects clock offsets, one per peer. Free of I/O.
 
-    ``offset_s`` is to be added to `own`, 10 minutes at most; ``behind_s`` is by how much the machine's clock
-    is behind the linked peers' median, negative if it is ahead.
+    ``offset_s`` is to be added to `own`; it is at most 10 minutes in either direction. ``behind_s`` is how far the
+    machine's clock is behind the median of the linked peers' clocks; it is negative if the clock is ahead.
     """
 
     def __init__(self) -> None:
-        # Leads are those of clocks over this peer's monotonic one.
+        # A lead is how far a clock is ahead of this peer's monotonic clock.
         self._leads_s: dict[Hashable, float] = {}
-        self._lead_s = 0.0  # of the machine's clock
-        self._agreed_s: float | None = None  # of the machine's clock when it last agreed with the others
+        self._lead_s = 0.0  # lead of the machine's clock
+        self._agreed_s: float | None = None  # lead of the machine's clock when it last agreed with the others
         self._followed_s = 0.0
         self.offset_s = 0.0
         self.behind_s = 0.0
 
     def own(self, wall: float, now: float) -> float:
-        """Return the own clock as this peer follows it; ``wall`` is the machine's at the monotonic time ``now``."""
+        """Return this peer's time before correction; ``wall`` is the machine's clock at the monotonic time ``now``."""
         if abs(wall - now - self._lead_s) > _STEP_S:
             self._lead_s = wall - now
             self._compare()

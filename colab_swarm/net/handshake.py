@@ -4,10 +4,10 @@
     2  responder  Noise "e ee s es"    payload: Hello
     3  initiator  Noise "s se"         payload: Hello
 
-The prologue holds the protocol's version and the run's name, so peers of another run or version
-cannot link. The digest lets the responder report that in words; otherwise decryption would just
-fail. A Hello carries the peer's Ed25519 key and its signature over the peer's Noise key and the
-handshake's hash, which covers the other end's ephemeral key. `Introduction` is this exchange, free
+The prologue contains the protocol's version and the run's name, so peers of another run or version
+cannot link. The digest lets the responder report this in words; without it, decryption would
+fail without a reason. A Hello contains the peer's Ed25519 key, and a signature by this key over the peer's Noise key
+and the handshake's hash, which includes the other end's ephemeral key. `Introduction` is this exchange, free
 of I/O; `HandshakeReceiver` runs it over a connection.
 """
 
@@ -40,17 +40,17 @@ from colab_swarm.net.peers import MAX_ADDRESSES, Contact, Message, PeerId, Role,
 from colab_swarm.net.visitors import ConnectionRoom
 from colab_swarm.net.websocket import WebSocket, accept
 
-VERSION = 1  # a peer, and a bucket, of another one is refused in words
-# Dialling an address, handshake included.
+VERSION = 1  # peers and buckets of another version are refused, with a text that says so
+# Maximum time for dialling an address, handshake included.
 DIAL_TIMEOUT_S = 10.0
-# An accepted connection has this time to complete its handshake.
+# Maximum time for the handshake of an accepted connection.
 HANDSHAKE_TIMEOUT_S = 10.0
-# Accepted connections whose handshake is not complete.
+# Maximum number of accepted connections whose handshake is not complete.
 MAX_HANDSHAKES = 64
 _STAGGER_S = 0.25
 # Detours are tried after this time if no address has answered.
 DETOUR_AFTER_S = 1.5
-# A connection to a relay that is half of a circuit begins with it.
+# The first message of a connection to a relay begins with this if the connection is half of a circuit.
 TICKET = b"colab_swarm circuit "
 _NO_BROWSER = "This is a peer of a colab_swarm run; it speaks WebSocket to other peers.\n"
 _DOMAIN = b"colab_swarm hello"
@@ -69,7 +69,7 @@ class Hello(Message, frozen=True):
 
 
 def describe_run(run_id: str) -> str:
-    """Return the run and the protocol's version, for error texts (99 bytes at most)."""
+    """Return the run and the protocol's version, for error texts (at most 99 bytes)."""
     return f"run '{run_id}', protocol {VERSION}"
 
 
@@ -101,7 +101,7 @@ class Introduction:
         prologue = f"colab_swarm {VERSION} {self.run_id}".encode()
         self._digest = sha256(prologue).digest()
         self.dialled = self.expected is not None
-        # Only the end that was dialled gets a digest of the run to check.
+        # Only the end that was dialled receives a digest of the run, which it must check.
         self._run_checked = self.dialled
         self._noise = Handshake(initiator=self.dialled, static=self._static, prologue=prologue)
 
@@ -111,9 +111,10 @@ class Introduction:
     def on_message(self, message: bytes, *, wall_time: float) -> bytes | None:
         """Take the other end's next message; return the answer to send, or None.
 
-        Raises `ProtocolError` (another run or version, garbled), `WrongPeer` or `NotAdmitted`.
+        Raises `ProtocolError` for another run or version or a message that cannot be read, `WrongPeer` or
+        `NotAdmitted`.
         """
-        # The other end signed the hash as it was before this message.
+        # The other end signed the hash that was valid before this message.
         signed_hash = self._noise.hash
         payload = self._noise.read(message)
         if not self._run_checked:
@@ -155,13 +156,13 @@ class Introduction:
 
 @dataclass(eq=False)
 class HandshakeReceiver:
-    """Receives for a connection until the handshake is complete, then hands over to the new `link`.
+    """Receives the messages of a connection until the handshake is complete; then the new `link` receives them.
 
-    The link is made in `on_message`, since the same buffer may hold a message for it. ``make_link``
-    gets the carrier, the result and the round trip (seconds), and sends nothing yet; if it raises a
-    `PeerError`, the other end receives no further message. ``held``: the first message only says
-    that the handshake may begin, as a relay's does. ``on_ticket`` takes a connection whose message
-    begins with `TICKET`.
+    The link is made in `on_message`, because the same buffer may already contain a message for it.
+    ``make_link`` is called with the carrier, the result and the round-trip time in seconds, and must not send
+    anything yet. If it raises a `PeerError`, the other end receives no further message. If ``held`` is True, the
+    first message only tells that the handshake may begin; a relay sends such a message. ``on_ticket`` takes a
+    connection whose message begins with `TICKET`.
     """
 
     introduction: Introduction
@@ -177,7 +178,7 @@ class HandshakeReceiver:
         self.link: asyncio.Future[Link] = self._loop.create_future()
 
     def use(self, carrier: WebSocket) -> None:
-        """Run the handshake over this carrier; the end that dialled sends first."""
+        """Run the handshake over this carrier; the end that dialled sends the first message."""
         self._carrier = carrier
         if self.introduction.dialled and not self.held:
             self._send(self.introduction.start())
@@ -206,10 +207,10 @@ class HandshakeReceiver:
             fail(self.link, error)
 
     def on_writable(self, writable: bool) -> None:
-        """Do nothing: handshakes are short."""
+        """Do nothing, because handshakes are short."""
 
     def on_lost(self, reason: str) -> None:
-        # Nothing waits for the link of a refused connection, or of a circuit's half at a relay.
+        # If the connection was refused, or is a circuit's half at a relay, nothing waits for its link.
         fail(self.link, PeerLost(reason))
 
     def _send(self, message: bytes) -> None:
@@ -221,13 +222,13 @@ class HandshakeReceiver:
 async def dial_any(
     addresses: Sequence[str], dial: Callable[[str], Awaitable[T]], detours: Sequence[str] = ()
 ) -> T:
-    """Return the result of ``dial`` for the first address that answers; the ``detours`` are tried if these fail.
+    """Return the result of ``dial`` for the first address that answers; ``detours`` are tried if no address does.
 
-    Raises `PeerUnreachable` with each address's failure, or `WrongPeer` if another peer answered.
+    Raises `PeerUnreachable` with the failure of each address, or `WrongPeer` if another peer answered.
     """
     waiting = list(addresses)
     detours = list(detours)
-    # A dict keeps the order of their start; a set would not.
+    # A dict keeps the order in which the attempts started, unlike a set.
     running: dict[asyncio.Future[T], None] = {}
     failures: list[PeerError] = []
     try:
@@ -243,7 +244,7 @@ async def dial_any(
                 except PeerError as error:
                     failures.append(error)
                     del running[attempt]
-            # All attempts have failed, or the last of them takes long.
+            # All attempts have failed, or the last ones take long.
             stuck = not running or not done
             if stuck and not waiting:
                 waiting = detours
@@ -259,11 +260,11 @@ async def dial_any(
 class Listener:
     """Accepts connections until `close`.
 
-    About `MAX_HANDSHAKES` connections are no links yet, each for `HANDSHAKE_TIMEOUT_S`. Beyond
-    that the address with the most of them loses its oldest one, so no address takes room from
-    others. ``receive`` makes the receiver of a new connection, or refuses it by a `PeerError`; a
+    At most about `MAX_HANDSHAKES` connections may be in their handshake, each for at most `HANDSHAKE_TIMEOUT_S`.
+    Beyond that, the network with the most of them loses its oldest one, so no network takes the room of
+    others. ``receive`` makes the receiver of a new connection, or refuses the connection by a `PeerError`. A
     relay's ``on_ticket`` takes connections whose first message starts with `TICKET`. A browser gets
-    the page of ``page_at`` for its path.
+    the page that ``page_at`` has for its path.
     """
 
     def __init__(self, receive: Callable[[web.BaseRequest], HandshakeReceiver], scratch: memoryview) -> None:
@@ -272,13 +273,13 @@ class Listener:
         self._loop = asyncio.get_running_loop()
         self._http = web.Server(self._upgrade, access_log=None, logger=VisitorLogger())
         self._server: asyncio.Server | None = None
-        # Connections that are no links yet.
+        # Connections whose handshake is not complete.
         self._fresh = ConnectionRoom(MAX_HANDSHAKES, self._is_fresh)
         self.on_ticket: Callable[[bytes, WebSocket], None] | None = None
         self.page_at: dict[str, Callable[[web.BaseRequest], Awaitable[web.Response]]] = {}
 
     async def start(self, host: str, port: int) -> int:
-        """Listen, for an empty host on every interface; return the port, or raise `PortError` if it is taken."""
+        """Listen, and return the port; an empty host means every interface. Raises `PortError` if the port is taken."""
         self._server = await self._loop.create_server(self._on_connection, sock=listening_socket(host, port))
         name = self._server.sockets[0].getsockname()
         return int(name[1])
@@ -298,13 +299,13 @@ class Listener:
 
     @staticmethod
     def _is_fresh(connection: Any) -> bool:
-        """Return True until a connection with a transport is a link."""
+        """Return True if a connection that has a transport has not become a link yet."""
         protocol = connection.transport.get_protocol()
         receiver = getattr(protocol, "receiver", None)
         return protocol is connection or isinstance(receiver, HandshakeReceiver)
 
     def _abort(self, connection: Any) -> None:
-        """Abort a connection that sent no full request in time."""
+        """Abort a connection that sent no complete request in time."""
         if connection.transport is not None and connection.transport.get_protocol() is connection:
             connection.transport.abort()
 
@@ -328,9 +329,9 @@ class Listener:
             async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
                 await receiver.link
         except (PeerError, TimeoutError) as error:
-            # Half of a circuit has another receiver now.
+            # If the connection is half of a circuit, it has another receiver now.
             if websocket.receiver is receiver:
                 websocket.close(str(error) or "the handshake stalled")
         await websocket.wait_closed()
-        # nobody gets it
+        # this response is never sent
         return web.Response()

@@ -26,7 +26,7 @@ def verify(public_key: bytes, signature: bytes, data: bytes) -> bool:
 
 
 class Identity:
-    """An Ed25519 key pair. ``seed`` (32 bytes) makes it reproducible; without it, it is random."""
+    """An Ed25519 key pair. A ``seed`` (32 bytes) makes the key reproducible; without a seed, the key is random."""
 
     def __init__(self, seed: bytes | None = None) -> None:
         if seed:
@@ -40,12 +40,12 @@ class Identity:
         return self._key.sign(data)
 
     def derive(self, purpose: bytes) -> bytes:
-        """Return a secret of 32 bytes for this purpose, the same each time with this key."""
+        """Return a secret of 32 bytes for this purpose; it is always the same for this key."""
         return hashlib.sha256(b"colab_swarm " + purpose + self._key.private_bytes_raw()).digest()
 
     @classmethod
     def load_or_create(cls, path: str | Path) -> "Identity":
-        """Read the key saved at ``path``, or save a new one there, readable by its owner only.
+        """Read the key saved at ``path``, or save a new key there in a file that only its owner can read.
 
         Raises `ValueError` if the file exists but is not a saved identity.
         """
@@ -55,7 +55,7 @@ class Identity:
         except FileNotFoundError:
             identity = cls()
             path.parent.mkdir(parents=True, exist_ok=True)
-            # Rename the file into place, so that no other process reads half a key and an interrupt leaves none.
+            # The file is renamed when it is complete, so that no process ever reads half a key.
             aside = path.with_name(f"{path.name}.{identity.id.hex()[:8]}")
             descriptor = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
             with os.fdopen(descriptor, "wb") as file:

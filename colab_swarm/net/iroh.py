@@ -1,13 +1,13 @@
-"""iroh carries links to peers that no port leads to: QUIC between keys, hole punching, relays.
+"""iroh carries links to peers that accept no connections on a port: QUIC between keys, hole punching, relays.
 
-An address is ``iroh://ENDPOINT_ID@HOST``: an IP address with a port is dialled directly, a name is
-the iroh relay where the endpoint waits. iroh tries to replace the relay's path by a direct one. It
-carries and is not trusted: the handshake, the sealed frames and the credit of links run unchanged
-inside one stream of its connection, framed as in `colab_swarm.net.websocket`. A peer of iroh that
-was killed sends no reset: its links end by the keep-alive.
+An address is ``iroh://ENDPOINT_ID@HOST``. If HOST is an IP address with a port, it is dialled directly. If HOST is a
+name, it is the iroh relay where the endpoint waits, and iroh tries to replace the path through the relay by a direct
+one. iroh is not trusted: the handshake, the encrypted frames and the flow control of links run unchanged
+inside one stream of an iroh connection, framed as in `colab_swarm.net.websocket`. A killed peer
+sends no reset over iroh, so its links end by the keep-alive.
 
-The generated code of iroh 1.2 copies each byte in Python; `_copy_fast` replaces that one method,
-where it is the expected one.
+The generated code of iroh 1.2 copies each byte in Python. `_copy_fast` replaces this one method if it is the
+expected one.
 """
 
 import asyncio
@@ -37,19 +37,19 @@ _ALPN = b"colab_swarm/1"
 VERSION = "1.2."
 # Domains of the relays that n0 runs.
 _PUBLIC_RELAYS = (".iroh.link", ".iroh.network")
-# Bytes both ways through public relays, in a session.
+# Maximum bytes in both directions through public relays, in a session.
 QUOTA_BYTES = 1e9
-# The share of the quota at which you are warned; at 1 the peer stops.
+# Part of the quota at which the user is warned; when all of it is used, the peer stops using public relays.
 _WARNED_SHARE = 0.8
 # A relay has this time to answer.
 ONLINE_S = 10.0
 WATCH_S = 2.0
-# A call of iroh costs some 0.1 ms, so it takes many bytes.
+# A call of iroh costs about 0.1 ms, so each call transfers many bytes.
 _STREAM_BYTES = 1 << 20
 # The other end has this time to read the last bytes.
 _LINGER_S = 1.0
 NO_RELAY = "no relay of iroh answers: only peers that reach this machine's own addresses can join"
-# Whether each loaded module of iroh copies fast.
+# For each loaded module of iroh, True if it copies fast.
 _prepared: dict[Any, bool] = {}
 
 
@@ -58,7 +58,7 @@ def is_at_public_relay(address: str) -> bool:
 
 
 def _copy_fast(iroh_ffi: Any, version: str) -> bool:
-    """Replace the byte-by-byte copy by one `memmove`; return False, and change nothing, where it does not fit."""
+    """Replace the byte-by-byte copy by one `memmove`; return False, with nothing changed, if the code is another."""
     builder: Any = getattr(iroh_ffi, "_UniffiRustBufferBuilder", None)
     has_methods = hasattr(builder, "write") and hasattr(builder, "_reserve")
     if not has_methods or not version.startswith(VERSION):
@@ -89,12 +89,12 @@ def _copy_fast(iroh_ffi: Any, version: str) -> bool:
 
 
 def _load() -> Any:
-    """Import iroh; raises `PeerUnreachable` where it is missing or broken."""
+    """Import iroh; raises `PeerUnreachable` if it is missing or broken."""
     try:
         import iroh
         from iroh import iroh_ffi
     except (ImportError, OSError) as error:
-        # An OSError says that its library is of another platform.
+        # An OSError means that iroh's library is for another platform.
         raise PeerUnreachable(f"iroh cannot be used here ({error}): pip install iroh") from error
     if iroh_ffi not in _prepared:
         _prepared[iroh_ffi] = _copy_fast(iroh_ffi, version("iroh"))
@@ -103,13 +103,13 @@ def _load() -> Any:
 
 @dataclass(eq=False)
 class _Carried:
-    """A connection whose stream is pumped from and to a socket; closing either end closes both."""
+    """An iroh connection whose bytes are copied from and to a socket; closing either end closes both."""
 
     _connection: Any
 
     @property
     def relayed(self) -> bool:
-        """Whether a relay carries the bytes now."""
+        """True if a relay carries the bytes now."""
         return any(path.is_relay and path.is_selected for path in self._connection.paths())
 
     @property
@@ -124,7 +124,7 @@ class _Carried:
         self._connection.close(0, b"")
 
     async def pump(self, stream: Any, near: socket.socket) -> None:
-        """Return when both directions have ended."""
+        """Copy bytes in both directions until both have ended."""
         loop = asyncio.get_running_loop()
         receive = stream.recv()
         send = stream.send()
@@ -139,7 +139,7 @@ class _Carried:
                 await send.write_all(data)
             await send.finish()
 
-        # IrohError and OSError say that one end is gone.
+        # IrohError and OSError mean that one end is gone.
         with near, suppress(Exception):
             async with asyncio.TaskGroup() as directions:
                 directions.create_task(read())
@@ -150,10 +150,11 @@ class _Carried:
 
 
 class IrohEndpoint:
-    """This peer's endpoint: dials when asked to, and accepts if the settings' ``iroh`` says how.
+    """This peer's iroh endpoint: it dials on request, and accepts connections if the settings' ``iroh`` is not None.
 
-    Its id follows from the ``identity``. ``receive`` makes the receiver of a new connection, or refuses it by a
-    `PeerError`. Through n0's public relays go `QUOTA_BYTES` at most; ``events`` get a `Notice` near the end.
+    The endpoint's id is derived from the ``identity``. ``receive`` makes the receiver of a new connection, or refuses
+    the connection by a `PeerError`. At most `QUOTA_BYTES` go through n0's public relays; a `Notice` is emitted to
+    ``events`` before the quota is used up.
     """
 
     def __init__(
@@ -170,7 +171,7 @@ class IrohEndpoint:
         self._scratch = scratch
         self._receive = receive
         self._public = settings.iroh == "public"
-        # The address of your own iroh relay; "" without.
+        # The address of the user's own iroh relay; "" without one.
         self._relay = ""
         if settings.iroh not in (None, "", "public", "direct"):
             self._relay = str(settings.iroh)
@@ -178,15 +179,15 @@ class IrohEndpoint:
         self._iroh: Any = None
         self._endpoint: Any = None
         self._starting = asyncio.Lock()
-        # Each connection with the bytes that its relay has carried.
+        # For each connection, the bytes that its relay has carried.
         self._carried: dict[_Carried, int] = {}
         self._spent_bytes = 0
-        # Connections of each network whose handshake is not complete.
+        # For each network, the number of its connections whose handshake is not complete.
         self._fresh: Counter[str] = Counter()
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
-        """Bind the endpoint once; raises `PeerUnreachable` if iroh is not there or its relay does not answer."""
+        """Start the endpoint, once; raises `PeerUnreachable` if iroh is missing or the relay does not answer."""
         async with self._starting:
             if self._endpoint is not None:
                 return
@@ -247,7 +248,7 @@ class IrohEndpoint:
 
     @property
     def relayed(self) -> bool:
-        """Whether a relay carries all connections that are open now."""
+        """True if a relay carries all connections that are open now."""
         if not (self._public or self._relay):
             return False
         return all(carried.relayed for carried in self._carried)
@@ -268,7 +269,7 @@ class IrohEndpoint:
         try:
             endpoint_id = iroh.EndpointId.from_string(id)
             if ip_of(host) is None:
-                # A name is that of the relay where the endpoint waits.
+                # A name is the host name of the relay where the endpoint waits.
                 url = f"https://{host_and_port}"
                 await self._endpoint.insert_relay(iroh.RelayConfig(url=url))
                 target = iroh.EndpointAddr(endpoint_id, url, [])
@@ -312,7 +313,7 @@ class IrohEndpoint:
         while (incoming := await self._endpoint.accept_next()) is not None:
             remote = await incoming.remote_addr()
             source = network_of(host_of(f"//{getattr(remote, 'addr', '')}"))
-            # Connections of one network take no room from others; all that come by relays count as one network.
+            # One network cannot take the room of others. All connections through relays count as one network.
             if self._fresh.total() >= MAX_HANDSHAKES or self._fresh[source] >= max(1, MAX_HANDSHAKES // 4):
                 await incoming.ignore()
             else:
@@ -338,7 +339,7 @@ class IrohEndpoint:
             self._fresh[source] -= 1
 
     async def _watch(self) -> None:
-        """Count the bytes that public relays carry, give notice of the last fifth, and stop at the quota."""
+        """Count the bytes that public relays carry; warn at four fifths of the quota, and stop at the whole quota."""
         notice_share = _WARNED_SHARE
         while True:
             await asyncio.sleep(WATCH_S)

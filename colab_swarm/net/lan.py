@@ -1,8 +1,8 @@
 """Swarms on the same local network announce themselves by multicast DNS and are found without an invitation.
 
-The announcement is public there: run id, peer, addresses, whether an invitation is needed. Trust
-none of it before the handshake. Each peer is one service; peers of one run are merged. Platforms
-without multicast (Colab, Kaggle) find nothing, and nothing fails.
+An announcement is public in this network: it has the run's id, the peer, its addresses, and whether an invitation is
+needed. Do not trust any of it before the handshake. Each peer is one service, and peers of one run are merged.
+On platforms without multicast (Colab, Kaggle) nothing is found, and no error is raised.
 """
 
 import asyncio
@@ -34,9 +34,9 @@ class LanSwarm:
     """A run found on the network.
 
     Attributes:
-        run_id: the run's unique name, 64 bytes at most.
-        access: whether it admits every peer, holders of an invitation, or accounts on its list.
-        contacts, names: those of its peers, in the same order.
+        run_id: the run's unique name, at most 64 bytes.
+        access: whether the run admits every peer, holders of an invitation, or accounts on its list.
+        contacts, names: contacts and names of its peers, in the same order.
     """
 
     run_id: str
@@ -65,7 +65,7 @@ class _Record(msgspec.Struct):
 def read_announcement(
     properties: Mapping[bytes, bytes | None], ips: Iterable[str], port: int | None
 ) -> LanSwarm | None:
-    """Decode a service's records; None if of another version, garbled or without address."""
+    """Decode a service's records; None if they are of another version, cannot be read or have no address."""
     try:
         text = {key.decode(): (value or b"").decode() for key, value in properties.items()}
         record = msgspec.convert(text, _Record)
@@ -82,7 +82,7 @@ def read_announcement(
 
 
 def merge(announced: Iterable[LanSwarm]) -> list[LanSwarm]:
-    """Return the runs that peers announced, by name, with the access that most announce."""
+    """Return the runs that peers announced, sorted by name, each with the access that most of its peers announce."""
     runs: dict[str, dict[PeerId, tuple[Access, Contact, str]]] = {}
     for announcement in announced:
         peers = runs.setdefault(announcement.run_id, {})
@@ -102,9 +102,9 @@ def merge(announced: Iterable[LanSwarm]) -> list[LanSwarm]:
 
 
 def announced(contact: Contact) -> tuple[list[str], int]:
-    """Return the IP addresses and the port to announce (a service has one port); none and 0 without.
+    """Return the IP addresses and the port to announce; none and 0 if there are none. A service has only one port.
 
-    Loopback is announced only if there is no other address: it leads every other machine to itself.
+    Loopback is announced only if there is no other address, because it leads every other machine to itself.
     """
     ips_by_port: dict[int, list[str]] = {}
     for address in contact.addresses:
@@ -114,26 +114,26 @@ def announced(contact: Contact) -> tuple[list[str], int]:
             ips_by_port.setdefault(url.port, []).append(url.hostname or "")
     if not ips_by_port:
         return [], 0
-    # The first address is the best one: its port is announced.
+    # The first address is the best one, so its port is announced.
     port, ips = next(iter(ips_by_port.items()))
     reachable = [ip for ip in ips if not is_loopback(ip)]
     return reachable or ips, port
 
 
 class LanAnnouncer:
-    """Announces one peer from its first `update` until `close`; `OSError` without multicast."""
+    """Announces one peer from the first `update` until `close`; raises `OSError` without multicast."""
 
     def __init__(self, run_id: str, access: Access, name: str, *, interfaces: Sequence[str] = ()) -> None:
         self._run_id = run_id
         self._access = access
         self._name = name
         self._zeroconf = _open(interfaces)
-        # The label is random: processes of one machine do not always hear each other's objections to a name.
+        # The label is random, because processes on one machine do not always receive each other's claims to a name.
         self._label = secrets.token_hex(8)
         self._info: AsyncServiceInfo | None = None
 
     async def update(self, contact: Contact) -> None:
-        """Announce the peer's addresses, if any; takes a second at first. Raises `OSError`."""
+        """Announce the peer's addresses, if it has any; the first call takes a second. Raises `OSError`."""
         ips, port = announced(contact)
         try:
             if self._info is not None:
@@ -157,7 +157,7 @@ class LanAnnouncer:
 
 
 async def find_swarms(*, seconds: float = 1.5, interfaces: Sequence[str] = ()) -> list[LanSwarm]:
-    """Listen; return the runs announced in the local network, none without multicast."""
+    """Listen for some ``seconds``; return the runs announced in the local network, or none without multicast."""
     names: dict[str, None] = {}
 
     def on_change(zeroconf: Zeroconf, service_type: str, name: str, state_change: ServiceStateChange) -> None:
@@ -179,7 +179,7 @@ async def find_swarms(*, seconds: float = 1.5, interfaces: Sequence[str] = ()) -
 async def _ask(zeroconf: Zeroconf, name: str) -> LanSwarm | None:
     try:
         info = AsyncServiceInfo(_SERVICE, name)
-        # Ask for properties that were not announced.
+        # Asks for properties that were not in the announcement.
         await info.async_request(zeroconf, _ASK_TIMEOUT_MS)
         return read_announcement(info.properties, info.parsed_addresses(), info.port)
     except mdns.Error:
@@ -188,18 +188,18 @@ async def _ask(zeroconf: Zeroconf, name: str) -> LanSwarm | None:
 
 
 def _open(interfaces: Sequence[str]) -> AsyncZeroconf:
-    # Nothing can be sent from ::1, and zeroconf would log that.
+    # Without ::1, from which nothing can be sent: zeroconf would log an error.
     usable = interfaces or [ip for ip in map(str, own_ips()) if ip != "::1"]
     only_ipv4 = [ip for ip in usable if ":" not in ip]
     for choice in (usable, only_ipv4):
-        # IPv6 may have no multicast here, or neither has.
+        # There may be no multicast for IPv6, or none at all.
         with suppress(OSError, RuntimeError):
             return AsyncZeroconf(interfaces=list(choice))
     raise OSError("no interface of this machine supports multicast")
 
 
 def _host_of_url(host: str) -> str:
-    """Return an IP address as it is written in a URL; "" for a name, and where it needs an interface too."""
+    """Return an IP address as it is written in a URL; "" for a name, or for an address that needs an interface."""
     ip = ip_of(host)
     if ip is None or (ip.version == 6 and ip.is_link_local):
         return ""

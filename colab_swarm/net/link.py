@@ -47,15 +47,16 @@ if TYPE_CHECKING:
     from colab_swarm.net.websocket import WebSocket
 
 logger = logging.getLogger(__name__)
-# Bounds the handlers of a link: a cancelled call frees its number before its handler has ended.
+# Maximum number of handlers of a link. A cancelled call frees its number before its handler has ended, so the limits
+# of `Mux` are not enough.
 MAX_TASKS = 2048
 _MAX_BACKLOG_BYTES = 64 << 20
-# Cuts an error text of the peer, which people will read.
+# Maximum length of an error text from the peer, which people will read.
 _MAX_FAILURE_CHARS = 1000
 _SIMULTANEOUS_S = 10.0
-# A quiet link that only this end leaves is closed after this time.
+# If only this end leaves a link, and the link is unused, it is closed after this time.
 LEAVE_TIMEOUT_S = 30.0
-# Unread bytes on all streams of one peer, and on all streams of the node.
+# Maximum number of unread bytes on all streams of one peer, and on all streams of the node.
 PEER_UNREAD_BYTES = 16 << 20
 UNREAD_BYTES = 256 << 20
 RECOUNT_BYTES = 1 << 20
@@ -63,25 +64,26 @@ _TOKEN = struct.Struct("<d")
 
 
 def fail(waiting: asyncio.Future[Any], error: Exception) -> None:
-    """Let a future raise ``error``, unless it is done; its waiters may all have given up."""
+    """Let a future raise ``error``, unless it is done; perhaps no task waits for it any more."""
     if not waiting.done():
         waiting.set_exception(error)
-        # Reading it marks it as seen: asyncio logs exceptions that nobody has read.
+        # Reading the exception marks it as seen; else asyncio would log it.
         waiting.exception()
 
 
 class Unread:
-    """Bounds the unread bytes of all streams of a node: `PEER_UNREAD_BYTES` of a peer, `UNREAD_BYTES` in all.
+    """Limits the unread bytes of all streams of a node: `PEER_UNREAD_BYTES` for each peer, `UNREAD_BYTES` in all.
 
-    Beyond it the fullest stream of that peer, or of the one that holds the most, is reset as busy. It counts again
-    after each `RECOUNT_BYTES`, when new handlers have begun; a stream with a reader that waits is about to be empty.
+    If a limit is exceeded, the peer with the most unread bytes loses its fullest stream, which is reset as busy. The
+    bytes are counted after each `RECOUNT_BYTES` received, when new handlers have begun. A stream does not count if a
+    task waits for its items, because it is about to become empty.
     """
 
     def __init__(self, events: EventLog) -> None:
         self._events = events
         self._loop = asyncio.get_running_loop()
         self._since_bytes = 0
-        # Unlike a set it keeps an order: the stream that was added first comes first.
+        # Unlike a set, this keeps the order in which streams were added.
         self._streams: WeakKeyDictionary[Stream, None] = WeakKeyDictionary()
         self._named = LeftOut[PeerId](60.0, 3600.0)
 
@@ -115,11 +117,11 @@ class Unread:
 
 
 class Link:
-    """One link, from the end of the handshake until ``on_lost``; ``dialled`` if this end opened it.
+    """One link, from the end of the handshake until ``on_lost``; ``dialled`` is True if this end opened it.
 
-    A lost link cancels the handlers of the peer's calls; handlers of its streams get `PeerLost`
-    instead. The two ``services`` are of calls and of streams; ``traffic`` counts the bytes sent and
-    received. The ``events`` get a `Fault` when a handler fails. ``unread`` is the node's.
+    If a link is lost, the handlers of the peer's calls are cancelled; handlers of its streams get `PeerLost`
+    instead. ``services`` are the node's tables for calls and for streams. ``traffic`` counts the bytes sent and
+    received. If a handler fails, a `Fault` is emitted to ``events``. ``unread`` is shared by all links of the node.
     """
 
     def __init__(
@@ -148,7 +150,7 @@ class Link:
         self.opened_at = self._loop.time()
         self.used_at = self.opened_at
         self.rtts_s: deque[float] = deque(maxlen=5)
-        # A dict keeps the order of their start, in which they are cancelled; a set would not.
+        # Tasks are cancelled in the order of their start, which a dict keeps, unlike a set.
         self.tasks: dict[asyncio.Task[None], None] = {}
         self._flush_scheduled = False
         self._resume: asyncio.TimerHandle | None = None
@@ -165,7 +167,7 @@ class Link:
 
     @property
     def leaving(self) -> bool:
-        """Whether the link takes no new calls or streams."""
+        """True if the link takes no new calls or streams."""
         return self.lost is not None or self.mux.leaving or self.mux.peer_leaving
 
     @property
@@ -174,7 +176,7 @@ class Link:
         return statistics.median(self.rtts_s) if self.rtts_s else None
 
     async def call(self, message: Message, reply: type[R], *, timeout_s: float) -> R:
-        """Call the peer, as `Node.call` does."""
+        """Call the peer: see `Node.call`."""
         opening = encode_opening(message)
         if len(self.mux.calls) >= MAX_CALLS:
             raise CallRefused("busy", f"{MAX_CALLS} calls to {short(self.peer)} are pending already")
@@ -182,7 +184,7 @@ class Link:
         answer: asyncio.Future[memoryview] = self._loop.create_future()
         id = self.mux.call(opening, answer)
         self.flush_soon()
-        # A timer of our own takes 5 us less than asyncio.timeout.
+        # A separate timer takes 5 us less than asyncio.timeout.
         timer = self._loop.call_later(timeout_s, fail, answer, TimeoutError())
         try:
             return self.decode(reply, await answer)
@@ -195,7 +197,7 @@ class Link:
             self.flush_soon()
 
     def open_stream(self, opening: Message) -> Stream:
-        """Open a stream at once; raises `PeerLost` if the link is closed or closing."""
+        """Open a stream immediately; raises `PeerLost` if the link is closed or closing."""
         self._require_open()
         stream = self.mux.open(encode_opening(opening))
         self.flush_soon()
@@ -203,11 +205,11 @@ class Link:
 
     @property
     def ready(self) -> bool:
-        """Whether bulk data may be sent now: the carrier has room and the budgets allow it."""
+        """True if bulk data may be sent now: the carrier has room, and the bandwidth limits allow it."""
         return self._writable.is_set() and self._sent.delay(self._loop.time()) <= 0
 
     async def wait_ready(self) -> None:
-        """Return when `ready`, in the order of the calls."""
+        """Wait until the link is `ready`; tasks continue in the order of their calls."""
         async with self._turn:
             while not self.ready:
                 if not self._writable.is_set():
@@ -216,7 +218,7 @@ class Link:
                     await asyncio.sleep(self._sent.delay(self._loop.time()))
 
     def send_item(self, stream: Stream, message: bytes, payload: Buffer) -> None:
-        """Seal and send an item now; ``payload`` may be reused afterwards."""
+        """Encrypt and send an item now; the memory of ``payload`` may be reused afterwards."""
         self.used_at = self._loop.time()
         self.mux.send(stream, message, payload)
         self._flush()
@@ -278,7 +280,7 @@ class Link:
         except Exception as error:
             self.mux.fail(id, "failed", self._report("call handler", error))
         finally:
-            # Schedule it now: if the task's end did, other frames of this turn would leave first.
+            # Scheduled now, because at the end of the task, other frames of this turn would be sent first.
             self.flush_soon()
 
     async def _converse(self, stream: Stream, handler: Handler, message: Any) -> None:
@@ -309,7 +311,7 @@ class Link:
         self.flush_soon()
 
     def leave(self) -> None:
-        """Take nothing new; close when all calls and streams are over, at both ends."""
+        """Take no new calls or streams; the link closes when all are over at both ends."""
         if self.lost is None:
             if not self.mux.leaving:
                 self.used_at = self._loop.time()
@@ -318,7 +320,7 @@ class Link:
             self._close_if_done()
 
     def close(self, reason: str) -> None:
-        """Send the queued frames, then close; calls and streams fail with `PeerLost`."""
+        """Send the queued frames, then close the link; open calls and streams fail with `PeerLost`."""
         if self.lost is None:
             self._flush()
             self.carrier.close(reason)
@@ -329,7 +331,7 @@ class Link:
         self.on_lost(reason)
 
     async def wait_closed(self, *, timeout_s: float) -> None:
-        """Return when the carrier is closed; it is aborted at the deadline."""
+        """Wait until the carrier is closed; after ``timeout_s`` it is aborted."""
         try:
             async with asyncio.timeout(timeout_s):
                 await self.carrier.wait_closed()
@@ -343,7 +345,7 @@ class Link:
         self.used_at = self._loop.time()
 
     def _close_if_done(self) -> None:
-        # This runs for each frame, and few links are leaving: test that first.
+        # This runs for each frame, so the cheapest test, which is rarely true, comes first.
         if not (self.mux.leaving and self.mux.peer_leaving):
             return
         if self.mux.quiet and not self.tasks:
@@ -368,7 +370,7 @@ class Link:
         self.flush_soon()
         if pause_s > 0:
             self.carrier.pause_reading()
-            # An earlier message of the same read has set a shorter pause.
+            # An earlier message of the same read may have set a shorter pause.
             if self._resume is not None:
                 self._resume.cancel()
             self._resume = self._loop.call_later(pause_s, self.carrier.resume_reading)
@@ -380,7 +382,7 @@ class Link:
             self._writable.clear()
 
     def on_lost(self, reason: str) -> None:
-        """Fail all calls and streams: the carrier is gone. Idempotent."""
+        """Let all calls and streams fail, because the carrier is gone. Idempotent."""
         if self.lost is not None:
             return
         self.lost = reason
@@ -390,14 +392,14 @@ class Link:
         for stream in self.mux.streams.values():
             stream.on_fault(PeerLost(text))
         for task in self.mux.serving.values():
-            # A simulated fault strikes before the task is made.
+            # In the simulator, a fault may come before the task is made.
             if task is not None:
                 task.cancel()
         self._writable.set()
         self._on_closed(self)
 
     def _on_frame(self, frame: Frame, subject: Any) -> None:
-        """Act on a frame; ``subject`` is the stream, the waiting call or the task that it concerns."""
+        """Act on a frame; ``subject`` is the stream, the waiting call or the task that the frame concerns."""
         kind = frame.kind
         if kind is FrameKind.ITEM:
             subject.on_item(frame.message, frame.payload)
@@ -440,7 +442,7 @@ class Link:
         return plain(code), f"{short(self.peer)}: {readable}"
 
     def flush_soon(self) -> None:
-        """Flush once per turn of the event loop, so that frames queued together travel together."""
+        """Send once per turn of the event loop, so that frames that are queued together share packets."""
         if self.mux.queue and not self._flush_scheduled:
             self._flush_scheduled = True
             self._loop.call_soon(self._flush)
@@ -461,11 +463,11 @@ class Link:
 
 
 class LinkTable:
-    """Links by peer.
+    """The links of a node, by peer.
 
-    Both ends leave a relayed link as soon as they have a better one; it ends when its calls and streams
-    are over. When both ends dial at once, both use the link that the peer with the smaller id dialled. A
-    link opened later than `_SIMULTANEOUS_S` replaces the old one, which no longer worked for the peer.
+    As soon as two peers have a better link, they leave a relayed one; it closes when its calls and streams
+    are over. If both peers dial at the same time, both use the link that the peer with the smaller id dialled. If a
+    link opens more than `_SIMULTANEOUS_S` later, it replaces the old one, which no longer worked for the other peer.
     """
 
     def __init__(self, own: PeerId) -> None:
@@ -473,7 +475,7 @@ class LinkTable:
         self._by_peer: dict[PeerId, list[Link]] = {}
 
     def __iter__(self) -> Iterator[Link]:
-        # Iterate over copies, because other threads read the table.
+        # Copies are used, because other threads read the table.
         every_link: list[Link] = []
         for links in list(self._by_peer.values()):
             every_link += links
@@ -491,7 +493,7 @@ class LinkTable:
     def best(self, peer: PeerId) -> Link | None:
         """Return the link to use for a new call or stream, or None."""
         usable = [link for link in self._by_peer.get(peer, ()) if not link.leaving]
-        # Most peers have one link: answer at once.
+        # Most peers have only one link.
         if len(usable) == 1:
             return usable[0]
         if not usable:
@@ -508,13 +510,13 @@ class LinkTable:
         return max(simultaneous, key=preference)
 
     def add(self, link: Link) -> bool:
-        """Add a link; return whether it is the first to its peer."""
+        """Add a link; return True if it is the first one to its peer."""
         links = self._by_peer.setdefault(link.peer, [])
         links.append(link)
         return len(links) == 1
 
     def remove(self, link: Link) -> bool:
-        """Remove a link; return whether it was the last to its peer."""
+        """Remove a link; return True if it was the last one to its peer."""
         links = self._by_peer.get(link.peer, [])
         if link in links:
             links.remove(link)
@@ -524,13 +526,13 @@ class LinkTable:
         return False
 
     def full(self, limit: int) -> bool:
-        """Return True if no link may be added: ``limit`` are in use, or twice as many do not close."""
+        """Return True if no link may be added: ``limit`` links are in use, or twice as many are not closed yet."""
         count = len(self)
         if count >= 2 * limit:
             return True
         return count >= limit and self.longest_unused() is None
 
     def longest_unused(self) -> Link | None:
-        """Return the quiet link that could be closed first."""
+        """Return the link without calls and streams that is unused for longest, or None."""
         quiet = [link for link in self if link.mux.quiet and not link.leaving]
         return min(quiet, key=lambda link: link.used_at, default=None)

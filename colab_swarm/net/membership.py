@@ -247,7 +247,7 @@ class MembershipAdmission:
             raise NotAdmitted(text, reason="revoked")
 
     def learn(self, revocations: bytes) -> bool:
-        """Take an encoded list of revocations, and return True if it is newer; raise `ProtocolError` if it is forged."""
+        """Take an encoded list of revocations; return True if it is newer, or raise `ProtocolError` if it is forged."""
         revoked = decoded(revocations, Revocations, "undecodable revocations", ProtocolError)
         if revoked.version <= self.revoked.version:
             return False

@@ -1,24 +1,24 @@
-"""Many calls and streams over one ordered link. Free of I/O: verbs queue frames, `take` packs them.
+"""Many calls and streams over one ordered link. Free of I/O: methods queue frames, and `take` packs them.
 
 Rules:
 - The end that dialled numbers its calls and streams 1, 3, 5 …, the other end 2, 4, 6 …; numbers only grow.
-- A stream's receiver grants credit in bytes. An item may be sent while credit is above zero and may
-  overdraw it by itself, so at most `STREAM_WINDOW_BYTES` and one item of one stream pile
-  up at the receiver. `Unread` bounds the sum over streams.
-- Both ends may send on a stream until they sent END; it is over after both ENDs or one RESET.
-- A frame for a call or stream that is over is dropped; one that names a number never used breaks the protocol.
+- A stream's receiver grants credit in bytes. An item may be sent while the credit is above zero, even if the item
+  is larger than the credit. So at most `STREAM_WINDOW_BYTES` and one item of a stream wait
+  at the receiver. `Unread` limits the sum over all streams.
+- Each end may send on a stream until it has sent END. The stream is over after both ENDs or one RESET.
+- A frame for a call or stream that is over is dropped. A frame with a number that was never used breaks the protocol.
 
-`ServiceTable` finds the handler of a call or stream of the peer.
+`ServiceTable` finds the handler for a call or a stream that the peer opens.
 
 Frames are the plaintext of an encrypted packet:
 
-    packet   frames, each beginning at a multiple of 16 bytes; or one piece of a frame too big for a packet
+    packet   frames, each beginning at a multiple of 16 bytes; or one piece of a frame that is too big for a packet
     frame    header (16 bytes) | payload | message
     header   id u64 | payload length u32 | message length u24 | kind u8, little-endian
 
-The payload follows the header at once, so a float32 payload is aligned in memory. A packet stays
-under 128 KiB, where glibc's malloc would turn to mmap and every packet would cost page faults. A
-frame over `MAX_PACKET_BYTES` is cut into consecutive packets that carry nothing else.
+The payload follows directly after the header, so a float32 payload is aligned in memory. A packet stays
+under 128 KiB, because from there on glibc's malloc uses mmap, and every packet would cost page faults. A
+frame over `MAX_PACKET_BYTES` is cut into consecutive packets that contain nothing else.
 """
 
 import enum
@@ -59,7 +59,7 @@ class FrameKind(enum.IntEnum):
     END = 7  # the sender ended its side of the stream
     RESET = 8  # message: `FAILURE`; the stream is dropped both ways
     CREDIT = 9  # message: u32, more bytes that may be sent on the stream
-    PING = 10  # message: anything, comes back as PONG
+    PING = 10  # message: any bytes, which the other end returns in a PONG
     PONG = 11
     LEAVING = 12  # no new calls or streams; the link closes when the present ones are done
 
@@ -68,7 +68,7 @@ _KINDS = {int(kind): kind for kind in FrameKind}
 
 
 class Frame(NamedTuple):
-    """One decoded frame; both parts are slices of the packet's own memory."""
+    """One decoded frame; message and payload are slices of the packet's memory."""
 
     kind: FrameKind
     id: int
@@ -106,7 +106,7 @@ def to_packets(frames: Iterable[bytes]) -> list[bytes]:
 
 
 class FrameReader:
-    """Cuts packets back into frames; bounds lengths before it allocates memory."""
+    """Cuts packets back into frames; it checks all lengths before it allocates memory."""
 
     def __init__(self) -> None:
         self._partial = bytearray()
@@ -162,7 +162,7 @@ def _read_header(view: memoryview, at: int) -> tuple[FrameKind, int, int, int]:
     return kind, id, message_bytes, payload_bytes
 
 
-# Streams and calls that a peer may have open; a hostile peer opens many.
+# Maximum number of streams and of calls that a peer may have open; a hostile peer would open many.
 MAX_STREAMS = 256
 MAX_CALLS = 1024
 _MAX_CREDIT_BYTES = 1 << 31
@@ -199,7 +199,7 @@ class ServiceTable:
         self._by_name.pop(kind.__name__, None)
 
     def find(self, encoded: Buffer, role: Role) -> tuple[Handler, Any]:
-        """Return the handler of an encoded opening and its message; `CallRefused` if none takes it."""
+        """Return the handler for an encoded opening, and its message; raises `CallRefused` if there is no handler."""
         try:
             name, body = _OPENING.decode(encoded)
             if name not in self._by_name:
@@ -214,14 +214,14 @@ class ServiceTable:
 
 
 class Mux:
-    """One end of a link, the ``initiator`` if it dialled: its streams and calls.
+    """The streams and calls at one end of a link; ``initiator`` is True at the end that dialled.
 
-    More than `MAX_STREAMS` streams or `MAX_CALLS` calls of the peer are reset or refused as ``busy``.
+    If the peer opens more than `MAX_STREAMS` streams or `MAX_CALLS` calls, the others are refused as ``busy``.
 
     Attributes:
         streams: the open streams by number, made by ``make_stream(id)``.
-        calls: for each call to the peer what waits for its reply.
-        serving: for each call of the peer what answers it; None until the application sets it.
+        calls: for each call to the peer, the object that waits for its reply.
+        serving: for each call of the peer, the object that answers it; None until the application sets it.
     """
 
     def __init__(self, make_stream: Callable[[int], Stream], *, initiator: bool) -> None:
@@ -245,7 +245,7 @@ class Mux:
 
     @property
     def quiet(self) -> bool:
-        """Whether no call or stream is open, either way."""
+        """True if no call or stream is open in either direction."""
         return not (self.calls or self.serving or self.streams)
 
     def take(self) -> list[bytes]:
@@ -255,14 +255,14 @@ class Mux:
         return to_packets(frames)
 
     def call(self, opening: bytes, waiting: Any) -> int:
-        """Queue a call with an encoded opening; return its number. `on_packet` gives ``waiting`` with the reply."""
+        """Queue a call with an encoded opening; return its number. `on_packet` yields ``waiting`` with the reply."""
         id = self._new_id()
         self.calls[id] = waiting
         self.queue.append(encode(FrameKind.CALL, id, opening))
         return id
 
     def cancel(self, id: int) -> None:
-        """Give up a call: the peer's handler is cancelled, a late reply dropped."""
+        """Give up a call: the peer's handler is cancelled, and a late reply is dropped."""
         if id in self.calls:
             del self.calls[id]
             self.queue.append(encode(FrameKind.CANCEL, id))
@@ -291,7 +291,10 @@ class Mux:
         self.queue.append(encode(FrameKind.ITEM, stream.id, message, payload))
 
     def consumed(self, stream: Stream, cost: int) -> None:
-        """Grant credit for an item that the application took, in eighths of a window: equal senders stay even."""
+        """Grant credit for an item that the application took.
+
+        Credit is granted in steps of an eighth of a window, so that equal senders stay equally fast.
+        """
         if stream.got_end or stream.id not in self.streams:
             return
         stream.consumed_bytes += cost
@@ -309,7 +312,7 @@ class Mux:
         stream.sent_end = True
 
     def reset(self, id: int, code: str = "reset", text: str = "") -> None:
-        """Drop the stream both ways. Idempotent."""
+        """Drop the stream in both directions. Idempotent."""
         if id in self.streams:
             self._forget(id)
             self.queue.append(encode(FrameKind.RESET, id, _failure(code, text)))
@@ -319,16 +322,16 @@ class Mux:
         self.queue.append(encode(FrameKind.PING, 0, token))
 
     def leave(self) -> None:
-        """Start no new calls or streams, and close the link when all are over. Idempotent."""
+        """Start no new calls or streams; the link closes when all are over. Idempotent."""
         if not self.leaving:
             self.leaving = True
             self.queue.append(encode(FrameKind.LEAVING, 0))
 
     def on_packet(self, packet: Buffer) -> Iterator[tuple[Frame, Any]]:
-        """Take a packet from the peer; yield the frames for the application. Close on `ProtocolError`.
+        """Take a packet from the peer; yield the frames for the application. Close the link on `ProtocolError`.
 
-        With each frame comes the stream that it concerns, or what waits for or answers its call; else True.
-        Act on each frame before taking the next: a call or stream that is over gets no further frames.
+        With each frame comes the stream that it concerns, or the object that waits for or answers its call; else True.
+        Act on each frame before you take the next one, because a call or stream that is over gets no further frames.
         """
         for frame in self._reader.read(packet):
             subject = self._admit(frame)
@@ -336,7 +339,7 @@ class Mux:
                 yield frame, subject
 
     def _admit(self, frame: Frame) -> Any:
-        """Return what a frame concerns, None if it is dropped."""
+        """Return the stream or object that a frame concerns; None if the frame is dropped."""
         kind = frame.kind
         if kind is FrameKind.ITEM:
             return self._on_item(frame)
@@ -438,7 +441,7 @@ class Mux:
 
 
 def encode_opening(message: Message) -> bytes:
-    """Return an encoded opening with this message; raises `ValueError` if it is too big."""
+    """Return an encoded opening with this message; raises `ValueError` if the opening is too big."""
     opening = ENCODER.encode((type(message).__name__, message))
     if len(opening) > MAX_MESSAGE_BYTES:
         raise ValueError(f"a {type(message).__name__} of {len(opening)} bytes is over {MAX_MESSAGE_BYTES}")
@@ -446,6 +449,6 @@ def encode_opening(message: Message) -> bytes:
 
 
 def _failure(code: str, text: str) -> bytes:
-    # The text of an exception may hold surrogates, which UTF-8 cannot encode.
+    # The text of an exception may contain surrogates, which UTF-8 cannot encode.
     encodable = text[:_MAX_TEXT_CHARS].encode(errors="replace").decode()
     return ENCODER.encode((code, encodable))

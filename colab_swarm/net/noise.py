@@ -27,7 +27,7 @@ _PATTERN = (("e",), ("e", "ee", "s", "es"), ("s", "se"))
 
 
 class CipherState:
-    """One direction's key and counter; each message takes the next nonce: none can be repeated or lost."""
+    """One direction's key and counter. Each message uses the next nonce, so no message can be repeated or lost."""
 
     def __init__(self, key: bytes) -> None:
         self._aead = AESGCM(key)
@@ -42,11 +42,11 @@ class CipherState:
         return self._aead.encrypt(self._nonce(), plaintext, associated)
 
     def encrypt_into(self, plaintext: Buffer, out: memoryview) -> None:
-        """Do as `encrypt` without associated data, into the caller's memory."""
+        """Write ciphertext and tag to the caller's memory ``out``, like `encrypt` without associated data."""
         self._aead.encrypt_into(self._nonce(), plaintext, None, out)
 
     def decrypt(self, ciphertext: Buffer, associated: bytes | None = None) -> bytes:
-        """Return the plaintext, in its own memory; raise `ProtocolError` if it was sealed otherwise."""
+        """Return the plaintext, in new memory; raise `ProtocolError` if the ciphertext is not valid."""
         try:
             return self._aead.decrypt(self._nonce(), ciphertext, associated)
         except InvalidTag:
@@ -60,8 +60,8 @@ Keys: TypeAlias = tuple[CipherState, CipherState]
 class Handshake:
     """One end of a Noise XX handshake: call `write` and `read` in turn, the initiator writing first.
 
-    ``static`` is this end's long-lived X25519 key; ``ephemeral`` is fixed for test vectors only. If
-    the ends do not share the ``prologue``, the second message fails.
+    ``static`` is this end's long-lived X25519 key. ``ephemeral`` is only given for test vectors. If
+    the two ends have different prologues, the second message fails.
     """
 
     def __init__(
@@ -142,7 +142,10 @@ class Handshake:
         return _PATTERN[self._turn - 1]
 
     def _mix_shared(self, token: str) -> None:
-        """Token "es" is the initiator's e with the responder's s, "se" the other way round."""
+        """Mix a Diffie-Hellman result into the keys.
+
+        Token "es" means the initiator's e with the responder's s; "se" means the initiator's s with the responder's e.
+        """
         ours = token[0]
         theirs = token[1]
         if not self._initiator:

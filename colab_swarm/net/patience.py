@@ -1,6 +1,6 @@
-"""Patience and back-off: how long to wait for others, whom to leave out and for how long, how often each may ask.
+"""Patience and back-off: how long to wait for peers, which peers to leave out, and how often each may ask.
 
-Pure cores: the time is an argument.
+All classes are pure cores: the time is an argument.
 """
 
 import math
@@ -13,49 +13,52 @@ from typing import Generic, TypeVar
 from colab_swarm.net.peers import remember
 
 K = TypeVar("K")
-# Times of a key that `Patience` remembers.
+# Number of times that `Patience` remembers for each key.
 _REMEMBERED_TIMES = 32
-# Keys of a `Patience`; beyond that the one that has learned nothing for longest is forgotten.
+# Maximum number of keys of a `Patience`; beyond that, the key whose last time is oldest is forgotten.
 MAX_KEYS = 4096
 _MOST_ALLOWANCE_S = 5.0
-# Entries of a `LeftOut`; beyond that the oldest failure is forgotten.
+# Maximum number of entries of a `LeftOut`; beyond that, the oldest failure is forgotten.
 MAX_LEFT_OUT = 4096
-# Failures in a row are counted up to this number, so that a power of it does not overflow.
+# Failures in a row are counted up to this number, so that a power with this exponent does not overflow.
 _MAX_FAILURES = 64
-# Sources that a `VisitLimit` remembers; beyond that the one that has been quiet for longest is dropped.
+# Maximum number of sources of a `VisitLimit`; beyond that, the source that was quiet for longest is forgotten.
 MAX_SOURCES = 4096
 
 
 def allowance_s(rtt_s: float | None) -> float:
-    """Return how much longer to wait for a peer on a slow line: a few round trips, bounded."""
+    """Return how much longer to wait for a peer on a slow line: four round trips, but at most 5 s."""
     return min(4 * (rtt_s or 0.0), _MOST_ALLOWANCE_S)
 
 
 def backoff(rng: random.Random, first_s: float, most_s: float) -> Iterator[float]:
-    """Yield waits after failures: they double up to ``most_s``, each drawn between half and all of it."""
+    """Yield how long to wait after each failure, in seconds.
+
+    The longest possible wait doubles each time, up to ``most_s``; each wait is drawn between half of it and all of it.
+    """
     while True:
         yield first_s * rng.uniform(0.5, 1.0)
         first_s = min(2 * first_s, most_s)
 
 
 class LeftOut(Generic[K]):
-    """Exponential back-off per key: organizers, experts and claims of a state that failed this peer.
+    """Exponential back-off per key, for example for organizers, experts and donors that failed.
 
-    The first failure counts for ``first_s``, each further one in a row twice as long, at most
-    ``longest_s``. Failures while an entry is left out count once: calls that were open when a host
-    died all fail. After ``longest_s`` without a failure the count restarts. ``now`` is monotonic
-    seconds; ``version`` changes when an entry is left out or forgiven.
+    After the first failure, a key is left out for ``first_s``. After each further failure in a row, it is left out
+    twice as long, at most for ``longest_s``. While a key is left out, further failures do not count, because all calls
+    that are open when a host dies fail together. After ``longest_s`` without a failure, the count starts again.
+    ``now`` is monotonic seconds. ``version`` changes whenever a key is left out or forgiven.
     """
 
     def __init__(self, first_s: float, longest_s: float) -> None:
         self._first_s = first_s
         self._longest_s = longest_s
-        # For each key its failures in a row, and the time until which it is left out.
+        # For each key the number of its failures in a row, and the time until which it is left out.
         self._records: dict[K, tuple[int, float]] = {}
         self.version = 0
 
     def fail(self, key: K, now: float) -> float | None:
-        """Count a failure; return for how long the entry is left out from now on, None if it is already."""
+        """Count a failure; return for how long the key is left out from now on, or None if it is left out already."""
         self._records = {
             other: (failures, until)
             for other, (failures, until) in self._records.items()
@@ -78,22 +81,23 @@ class LeftOut(Generic[K]):
         return key in self._records and now < self._records[key][1]
 
     def ends(self, now: float) -> dict[K, float]:
-        """Return the keys that are left out now, and until when."""
+        """Return the keys that are left out now, each with the time until which it is left out."""
         return {key: until for key, (_, until) in self._records.items() if now < until}
 
 
 class Patience(Generic[K]):
-    """How long to wait for each key, a peer as a rule, and whom to leave out for being late.
+    """How long to wait for each key, which usually stands for a peer, and which late keys to leave out.
 
-    The limit of a key follows what it has shown. A key that exceeds it is *left out*: nobody waits for it, for
-    ``left_out_s``, twice as long each further time, at most ``longest_s``. What it gives in time counts, and one
-    counted contribution ends it. ``now`` is monotonic seconds.
+    The limit of a key depends on the times that it took before. A key that exceeds its limit is *left out*: this peer
+    does not wait for it for ``left_out_s``. Each further time it is left out twice as long, at most for ``longest_s``.
+    Its contributions still count if they are in time, and one that counts ends the exclusion. ``now`` is monotonic
+    seconds.
 
     Args:
-        left_out_s: seconds for which a late key is not awaited at first.
-        first_s: the limit of a key of which nothing is known.
-        least_s: the smallest limit of a key.
-        longest_s: bound on the time for which a key is not awaited.
+        left_out_s: seconds for which a key is left out the first time.
+        first_s: the limit of a key whose times are not known.
+        least_s: the minimum limit of a key.
+        longest_s: the maximum time for which a key is left out.
     """
 
     def __init__(
@@ -111,10 +115,10 @@ class Patience(Generic[K]):
         remember(self._times_s, key, times_s, MAX_KEYS)
 
     def limit_s(self, key: K) -> float:
-        """Return how long to wait for ``key``: the median of its times and five median deviations.
+        """Return how long to wait for ``key``: the median of its times plus five median deviations.
 
-        It is twice the median at least, as equal times have no deviation. A few stalls among many times change it
-        little.
+        The limit is at least twice the median, because equal times have no deviation. A few very long times among many
+        change it little.
         """
         times_s = self._times_s.get(key)
         if times_s is None:
@@ -124,13 +128,14 @@ class Patience(Generic[K]):
         return max(median_s + 5 * deviation_s, 2 * median_s, self._least_s)
 
     def on_late(self, late: Collection[K], awaited: Collection[K], now: float) -> dict[K, float]:
-        """Leave the ``late`` out; return who is left out from now on, and for how many seconds.
+        """Leave out the keys that were ``late``; return those left out from now on, and for how many seconds.
 
-        Where more than half of the ``awaited`` are late, this peer among them, its own line is the likely cause:
-        nobody is left out. Do not call this where the own timer was late: this peer slept.
+        If more than half of the ``awaited`` keys are late, this peer's own line is the likely cause, so none is left
+        out; ``awaited`` includes this peer. Do not call this if this peer's own timer was late, because then its
+        process was stopped.
         """
         for key in late:
-            # What it has shown no longer holds: a line that has become slow must not be late for good.
+            # Its old times are forgotten, so that a peer whose line has become slow is not late forever.
             self._times_s.pop(key, None)
         if 2 * len(late) > len(awaited):
             return {}
@@ -145,21 +150,21 @@ class Patience(Generic[K]):
         return not self._left_out.holds(key, now)
 
     def on_counted(self, key: K) -> None:
-        """Await ``key`` again: a contribution of it counted."""
+        """Await ``key`` again, because one of its contributions counted."""
         self._left_out.forgive(key)
 
 
 class VisitLimit:
-    """Limits each source, a peer or a `source_of`, to ``most`` requests in ``window_s``. No I/O."""
+    """Limits each source (a peer, or a network of `source_of`) to ``most`` requests in ``window_s``. No I/O."""
 
     def __init__(self, most: int, window_s: float = 1.0) -> None:
         self._most = most
         self._window_s = window_s
-        # For each source the beginning of its window, and its requests since.
+        # For each source the beginning of its window, and the number of its requests since.
         self._visits: OrderedDict[Hashable, tuple[float, int]] = OrderedDict()
 
     def admit(self, source: Hashable, now: float) -> bool:
-        """Count a request at ``now`` (monotonic seconds); return whether it is allowed."""
+        """Count a request at ``now`` (monotonic seconds); return True if it is allowed."""
         began_at, count = self._visits.get(source, (now, 0))
         if now - began_at >= self._window_s:
             began_at = now

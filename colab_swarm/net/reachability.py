@@ -1,9 +1,9 @@
-"""Find out how others reach this peer, check it again when the network changes, and report the addresses.
+"""Find out how others reach this peer, check this again when the network changes, and report the addresses.
 
-An address is reported once another peer has dialled it, or before any peer could try. A peer that
-sees this one through a relay or a tunnel cannot try, because it dials back only where it sees the
-caller. A private address that a neighbour reaches is of no use to peers outside: once one of them
-has failed to dial, this peer counts as behind a NAT.
+An address is reported to others if another peer has dialled it successfully, or as long as no peer could try. A peer
+that is linked through a relay or a tunnel cannot try, because peers dial back only at the IP address from which they
+see the caller. A private address that a neighbour reaches is of no use to peers outside the local network. So once a
+peer from outside has failed to dial, this peer counts as behind a NAT.
 """
 
 import asyncio
@@ -29,27 +29,27 @@ from colab_swarm.net.relay import Circuits
 from colab_swarm.net.tunnels import Tunnel, TunnelSettings
 
 logger = logging.getLogger(__name__)
-# An open port answers within three round trips, so one address takes no longer.
+# Maximum time for one address; an open port answers within three round trips.
 PROBE_TIMEOUT_S = 1.5
 _CALL_TIMEOUT_S = 5.0
 VERIFIERS = 3
 CHECK_EVERY_S = 5.0
 _VERIFY_EVERY_S = 300.0
-# The least time between two dial-backs for the same peer.
+# Minimum time between two dial-backs for the same peer.
 DIAL_BACK_GAP_S = 1.0
-# Dial-backs within a gap: for one host, however many peers it runs, and for all hosts together.
+# Maximum number of dial-backs in this time for one host, however many peers run there, and for all hosts together.
 _DIAL_BACKS = 8
 Addresses = Annotated[tuple[Address, ...], msgspec.Meta(max_length=MAX_ADDRESSES)]
 
 
 class DialBack(Message, frozen=True):
-    """Requests to be dialled at these addresses."""
+    """Asks a peer to dial the sender at these addresses, as a test."""
 
     addresses: Addresses
 
 
 class DialledBack(Message, frozen=True):
-    """The host where the caller is seen; for each address why dialling it failed, empty if it worked."""
+    """The answer: the host at which the caller is seen and, for each address, why dialling failed ("" if it worked)."""
 
     seen_host: str
     outcomes: Annotated[tuple[tuple[Address, str], ...], msgspec.Meta(max_length=MAX_ADDRESSES)]
@@ -80,9 +80,9 @@ class Reachability:
 
     Attributes:
         level: the best level that works.
-        via: the relays or the tunnel of that level.
+        via: the relays or the tunnel that this level uses.
         addresses: the addresses to report to others, the best first.
-        reasons: for each better level the reason why it does not work.
+        reasons: for each better level, the reason why it does not work.
     """
 
     level: ReachabilityLevel
@@ -110,14 +110,15 @@ class Reachability:
 
 @dataclass
 class ReachabilityPolicy:
-    """Evidence of how a peer can be reached, and the level that follows.
+    """What is known about how a peer can be reached, and the level that follows from it.
 
     Attributes:
         listening: the addresses at which the peer listens.
-        trusted: whether the user gave them: they need no check.
+        trusted: True if the user gave these addresses, so that they need no check.
         reports: the answers to dial-backs, by peer.
-        places: the circuit addresses, by relay.
-        tunnel, iroh: the address of its tunnel, and those at iroh.
+        places: the addresses of circuits, by relay.
+        tunnel: the address of the peer's tunnel, or None.
+        iroh: the peer's addresses at iroh.
         why_no_relay, why_no_tunnel: why these levels do not work.
     """
 
@@ -132,7 +133,7 @@ class ReachabilityPolicy:
 
     @property
     def dialable(self) -> bool:
-        """Whether others reach this peer without a relay or a tunnel."""
+        """True if others reach this peer without a relay or a tunnel, or if no peer has tried yet."""
         level = self.decide().level
         untried = level is ReachabilityLevel.UNVERIFIED and not self.reports
         return untried or level in (ReachabilityLevel.DIRECT, ReachabilityLevel.LAN)
@@ -150,7 +151,11 @@ class ReachabilityPolicy:
         return Reachability(ReachabilityLevel.OUTGOING, "", tuple(self._worked(local=True)), tuple(reasons))
 
     def _levels(self) -> Iterator[tuple[ReachabilityLevel, str, Sequence[str], str]]:
-        """Yield the levels, best first: by what, the addresses to report there, or none and why not."""
+        """Yield the levels, best first.
+
+        With each level come the relays or the tunnel that it uses, the addresses to report (empty if the level does not
+        work), and the reason why it does not work.
+        """
         public = self._worked(local=False)
         local = self._worked(local=True)
         untried = self._untried()
@@ -180,14 +185,14 @@ class ReachabilityPolicy:
         return [address for address in self._own(local=local) if address in worked]
 
     def _untried(self) -> list[str]:
-        """Return the public addresses while all verifiers see this peer through a relay or a tunnel."""
+        """Return the public addresses if all verifiers see this peer through a relay or a tunnel; else none."""
         seen_directly = any(report.seen_host for report in self.reports.values())
         if seen_directly or not self.reports:
             return []
         return self._own(local=False)
 
     def _why_not(self, *, local: bool) -> str:
-        """Return why this peer is not dialled directly, at a ``local`` address or a public one."""
+        """Return why this peer cannot be dialled directly, at a ``local`` address or at a public one."""
         if not self.listening:
             return "this peer does not listen (listen=False)"
         for address, fault in self._outcomes():
@@ -204,7 +209,7 @@ class ReachabilityPolicy:
 
 
 class ReachabilityWatch:
-    """Keeps one peer reachable, from `start` until its node closes; `close` it before."""
+    """Keeps one peer reachable from `start` until its node closes; call `close` before the node closes."""
 
     def __init__(
         self,
@@ -239,7 +244,7 @@ class ReachabilityWatch:
         node.serve(Moved, self._on_moved)
 
     async def start(self) -> None:
-        """Determine the level, in some seconds at most; `TunnelError` if a requested tunnel does not open."""
+        """Determine the level, which takes a few seconds at most; raises `TunnelError` if a tunnel does not open."""
         self._policy.iroh = self._node.iroh.addresses
         if self._tunnel_settings is not None:
             if self._node.port is None:
@@ -263,7 +268,7 @@ class ReachabilityWatch:
             await self._tunnel.close()
 
     async def verify(self) -> None:
-        """Have linked peers dial back, and decide again."""
+        """Ask linked peers to dial back, and determine the level again."""
         self._verified_at = self._loop.time()
         if self._policy.listening and not self._trusted:
             verifiers = sorted(self._node.linked(), key=self._verifier_rank)
@@ -271,7 +276,7 @@ class ReachabilityWatch:
         self._update()
 
     def _verifier_rank(self, peer: PeerId) -> tuple[bool, float]:
-        """Rank peers across the internet before near ones, because every peer reaches what they reach."""
+        """Rank peers across the internet before near ones, because an address that they reach is open to all peers."""
         path = self._node.path_to(peer) or Path()
         near = path.remote is None or is_local(path.remote[0])
         return near, self._rng.random()
@@ -296,7 +301,7 @@ class ReachabilityWatch:
         return DialledBack(path.seen_host, outcomes)
 
     def _admits_target(self, address: str, seen_host: str) -> bool:
-        """Count an address to dial back; return whether that is allowed."""
+        """Count an address to dial back; return True if dialling it is allowed."""
         if not may_dial_back(address, seen_host):
             return False
         now = self._loop.time()
@@ -334,7 +339,7 @@ class ReachabilityWatch:
     async def _send_moved(self) -> None:
         moved = Moved(self._node.contact.addresses)
         calls = [self._node.call(peer, moved, Ack, timeout_s=_CALL_TIMEOUT_S) for peer in self._node.linked()]
-        # Ignore lost peers: they get the addresses when they link again.
+        # Errors are ignored: lost peers get the addresses when they link again.
         await asyncio.gather(*calls, return_exceptions=True)
 
     async def _on_moved(self, peer: PeerId, moved: Moved) -> Ack:
@@ -349,7 +354,7 @@ class ReachabilityWatch:
             listening = self._trusted or self._node.listening()
             if listening != self._policy.listening:
                 self._policy.listening = listening
-                # The evidence about the old addresses is void.
+                # The reports are about the old addresses, so they are not valid any more.
                 self._policy.reports.clear()
                 self._verified_at = float("-inf")
             verifiers = self._policy.reports.keys()

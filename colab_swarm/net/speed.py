@@ -5,9 +5,9 @@
                              <--------  `TransferReport` after each: upload
                              <------->  the same the other way: download
 
-Bursts grow fourfold from `_FIRST_BYTES` until one takes `_ENOUGH_S` or has the agreed size, as both
-ends see by the report, and the last one gives the rate. So a slow link needs a second or two, and a
-fast one carries at most 4/3 of the size.
+The first burst has `_FIRST_BYTES`, and each further burst is four times as large. The last burst is the first one that
+takes at least `_ENOUGH_S` or has the agreed size, which both ends know from the report; it gives the rate. So the test
+of a slow link takes a second or two, and a fast link carries at most 4/3 of the agreed size.
 """
 
 import asyncio
@@ -29,29 +29,29 @@ _FIRST_BYTES = 64 << 10
 _ENOUGH_S = 0.5
 PAUSE_S = 10.0
 _ANSWER_TIMEOUT_S = 60.0
-# Such a payload fits one packet and is not copied.
+# A payload of this size fits in one packet and is not copied.
 _PART = bytes(120 << 10)
 
 
 class MeasureSpeed(Message, frozen=True):
-    """Opens a test of at most ``size_bytes`` each way."""
+    """Opens a speed test with bursts of at most ``size_bytes`` in each direction."""
 
     size_bytes: Annotated[int, msgspec.Meta(gt=0, le=MAX_SIZE_BYTES)]
 
 
 class BurstPart(Message, frozen=True):
-    """Begins a burst, without a payload, or carries a part of it."""
+    """Begins a burst if it has no payload; else contains a part of the burst."""
 
 
 class TransferReport(Message, frozen=True):
-    """A burst took ``seconds``, from its beginning to its last byte."""
+    """Reports that a burst took ``seconds``, from its beginning to its last byte."""
 
     seconds: Annotated[float, msgspec.Meta(ge=0.0)]
 
 
 @dataclass(frozen=True)
 class Speed:
-    """Bits per second to and from a peer, as the receiving end saw them, and the round-trip time in seconds."""
+    """Bits per second to and from a peer, measured at the receiving end, and the round-trip time in seconds."""
 
     upload_bps: float
     download_bps: float
@@ -59,7 +59,7 @@ class Speed:
 
 
 class SpeedTests:
-    """Answers the speed tests of other peers, within bounds."""
+    """Answers the speed tests of other peers: one at a time, and each peer at most once in `PAUSE_S`."""
 
     def __init__(self, peers: Node) -> None:
         self._busy = False
@@ -82,9 +82,10 @@ class SpeedTests:
 
 
 async def measure(peers: Node, peer: PeerId, *, size_bytes: int = 4 << 20, timeout_s: float = 15.0) -> Speed:
-    """Measure the speed to ``peer`` and back with at most ``size_bytes``, in a second or two each way.
+    """Measure the speed to ``peer`` and back with bursts of at most ``size_bytes``, in a second or two per direction.
 
-    Raises PeerError if the peer cannot be reached, is lost, too slow, or refuses a test; ValueError for another size.
+    Raises PeerError if the peer cannot be reached, is lost, is too slow or refuses the test, and ValueError if the size
+    is not allowed.
     """
     require(0 < size_bytes <= MAX_SIZE_BYTES, f"size_bytes={size_bytes} is not in 1 to {MAX_SIZE_BYTES}")
     test = MeasureSpeed(size_bytes)
@@ -99,7 +100,7 @@ async def measure(peers: Node, peer: PeerId, *, size_bytes: int = 4 << 20, timeo
 
 
 async def _rate_bps(burst: Callable[[int], Awaitable[float]], limit_bytes: int) -> float:
-    """Return the rate of the last burst; ``burst(size_bytes)`` returns its seconds."""
+    """Return the rate of the last burst; ``burst(size_bytes)`` makes a burst and returns how many seconds it took."""
     size_bytes = min(_FIRST_BYTES, limit_bytes)
     took_s = await burst(size_bytes)
     while size_bytes < limit_bytes and took_s < _ENOUGH_S:

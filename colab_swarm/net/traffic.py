@@ -1,4 +1,4 @@
-"""Traffic of links: counted, measured as a rate, and limited."""
+"""Counts the traffic of links, measures its rate, and limits it."""
 
 import statistics
 from collections import deque
@@ -10,17 +10,17 @@ from colab_swarm.net.addresses import MAX_BOOK_ENTRIES
 from colab_swarm.net.carrier import LinkType, NodeSettings, Path
 from colab_swarm.net.peers import LinkStatistics, PeerId, remember
 
-# What a line must carry before its rate is known: less would be the rate of the talk on it.
+# How many bytes a line must carry before its rate is measured. With fewer bytes, the rate would be that of the demand.
 _ENOUGH_BYTES = 1 << 20
 _BUSY_BYTES_PER_S = 1 << 16
 _IDLE_S = 2.0
-REMEMBERED_RATES = 32  # a line may become slower
+REMEMBERED_RATES = 32  # older rates are forgotten, because a line may become slower
 _BURST_S = 0.1
 _MIN_BURST_BYTES = 1 << 16
 
 
 class TokenBucket:
-    """Keeps a flow at ``rate_bps`` bits per second on average, with bursts of 0.1 s (64 KiB at least)."""
+    """Limits a flow to ``rate_bps`` bits per second on average, with bursts of 0.1 s, or of 64 KiB if that is more."""
 
     def __init__(self, rate_bps: float, now: float) -> None:
         require(rate_bps > 0, f"rate_bps={rate_bps}: a bandwidth limit must be positive")
@@ -30,13 +30,13 @@ class TokenBucket:
         self._at = now
 
     def take(self, size_bytes: int, now: float) -> None:
-        """Count bytes; they may exceed the tokens: the debt shows as a `delay`."""
+        """Count bytes. They may exceed the tokens; then `delay` is above 0."""
         earned = (now - self._at) * self._bytes_per_s
         self._tokens_bytes = min(self._tokens_bytes + earned, self._burst_bytes) - size_bytes
         self._at = now
 
     def delay(self, now: float) -> float:
-        """Return the seconds to wait before sending more; 0 while not in debt."""
+        """Return the seconds to wait before sending more; 0 while there are tokens."""
         tokens_bytes = self._tokens_bytes + (now - self._at) * self._bytes_per_s
         return max(0.0, -tokens_bytes / self._bytes_per_s)
 
@@ -44,8 +44,8 @@ class TokenBucket:
 class RateMeter:
     """Counts bytes and remembers the rates of the last busy times, of which the best one counts.
 
-    Handshakes and records of the DHT say nothing about a line. One that is always less busy is known by its rounds
-    (`LinkBandwidth` of `training`).
+    Handshakes and DHT records are too small to measure a line. If a line is never busy enough, its bandwidth is
+    measured in rounds (`LinkBandwidth` in `training`).
     """
 
     def __init__(self) -> None:
@@ -56,7 +56,7 @@ class RateMeter:
         self._added_at = float("-inf")
 
     def add(self, size_bytes: int, now: float) -> None:
-        """Count bytes; `_ENOUGH_BYTES` in a row, over a second or more, give a rate."""
+        """Count bytes; `_ENOUGH_BYTES` without a pause, over at least a second, give a rate."""
         self.total_bytes += size_bytes
         elapsed = now - self._window_at
         idle = now - self._added_at >= _IDLE_S
@@ -78,7 +78,7 @@ class RateMeter:
 
 @dataclass(frozen=True)
 class Traffic:
-    """One direction of a link: meters that count its bytes (the peer's, the node's), and buckets that limit them."""
+    """One direction of a link: the meters that count its bytes, and the token buckets that limit them."""
 
     meters: Sequence[RateMeter] = ()
     buckets: Sequence[TokenBucket] = ()
@@ -98,12 +98,12 @@ class Traffic:
 
 
 class Metering:
-    """Counts and limits the traffic of a node's links; ``tunnelled`` counts bytes sent through its own tunnel."""
+    """Counts and limits the traffic of a node's links; ``tunnelled`` counts bytes sent through this peer's tunnel."""
 
     def __init__(self, settings: NodeSettings, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._settings = settings
-        # All links share the two lists, so `limit` changes their contents.
+        # All links share these two lists, so `limit` changes their contents in place.
         self._upload: list[TokenBucket] = []
         self._download: list[TokenBucket] = []
         self.limit(None)
@@ -115,7 +115,7 @@ class Metering:
         self._by_peer: dict[PeerId, tuple[RateMeter, RateMeter]] = {}
 
     def limit(self, rate_bps: float | None) -> None:
-        """Limit all links together to ``rate_bps`` bits per second each way, besides the settings' limits."""
+        """Limit all links together to ``rate_bps`` bits per second in each direction; lower limits of settings stay."""
         settings = self._settings
         for buckets, limit_bps in (
             (self._upload, settings.upload_bps),
@@ -125,11 +125,11 @@ class Metering:
             buckets[:] = [TokenBucket(min(rates_bps), self._clock())] if rates_bps else []
 
     def relayed_bytes(self) -> dict[PeerId, int]:
-        """Return the bytes that each relay carried for this peer, both ways."""
+        """Return the bytes that each relay carried for this peer, in both directions together."""
         return {relay: meter.total_bytes for relay, meter in self._by_relay.items()}
 
     def traffic(self, peer: PeerId, path: Path, *, dialled: bool) -> tuple[Traffic, Traffic]:
-        """Return the meters and limits of a new link to the peer, there and back."""
+        """Return the meters and limits of a new link to the peer, for sending and for receiving."""
         sent, received = self._by_peer.get(peer) or (RateMeter(), RateMeter())
         remember(self._by_peer, peer, (sent, received), MAX_BOOK_ENTRIES)
         outgoing = [sent, self._sent]
@@ -143,7 +143,7 @@ class Metering:
         return Traffic(outgoing, self._upload), Traffic(incoming, self._download)
 
     def statistics(self, peer: PeerId | None, rtts_s: Sequence[float]) -> LinkStatistics:
-        """Return the totals of one peer, or of all; ``rtts_s`` are those of its open links."""
+        """Return the totals of one peer, or of all peers; ``rtts_s`` are the round-trip times of the open links."""
         if peer is None:
             sent = self._sent
             received = self._received

@@ -1,11 +1,11 @@
-"""A tunnel gives a peer behind a NAT a public address: an agent process here holds a link to a provider's edge.
+"""A tunnel gives a peer behind a NAT a public address: a local agent process keeps a connection to a provider's server.
 
-`Tunnel` watches the agent and starts a new one when it is lost; the address may change then. A
-guardian process starts each agent and kills it when this process dies, because a killed kernel runs
-no exit hooks. Its own session lets it survive signals to the notebook's process group.
+`Tunnel` watches the agent, and starts a new one if the tunnel is lost; the address may change then. A
+guardian process starts each agent, and kills it when this process dies, because a killed kernel runs
+no exit hooks. The guardian has its own session, so it survives signals to the notebook's process group.
 
-pyngrok only downloads the ngrok agent. The configuration lies in a temporary directory, until the
-agent runs: it holds the token, which any user of the machine could read on a command line.
+pyngrok is only used to download the ngrok agent. The agent's configuration is in a temporary directory until the
+agent runs, because it contains the token, which any user of the machine could read on a command line.
 """
 
 import asyncio
@@ -34,20 +34,20 @@ from colab_swarm.net.addresses import is_address
 from colab_swarm.project import install
 
 logger = logging.getLogger(__name__)
-# The ngrok agent has 10 MB, which are downloaded the first time it is used.
+# Maximum time for the download of the ngrok agent (10 MB), which is needed at its first use.
 _DOWNLOAD_TIMEOUT_S = 60.0
 OPEN_TIMEOUT_S = 45.0
-# Between two checks of the agent, and between two requests to the public address: 20,000 a month are free.
+# Time between two checks of the agent, and between two requests to the public address; 20,000 a month are free.
 CHECK_S = 1.0
 PROBE_S = 180.0
-# A tunnel is lost if so many requests in a row fail, one after another in this time.
+# A tunnel counts as lost if this many requests in a row fail, with this time between them.
 _PROBES = 3
 _PROBE_AGAIN_S = 10.0
 PROBE_TIMEOUT_S = 15.0
 _BACK_OFF_S = 0.5
 _MAX_BACK_OFF_S = 60.0
 _LOG_LINES = 3
-# The shares of the monthly data volume at which you are warned.
+# The parts of the monthly data volume at which the user is warned.
 _WARNED_SHARES = (0.5, 0.8, 0.95)
 _NO_INTERNET = "ngrok cannot be reached: check the internet connection (on Kaggle: Settings, Internet on)"
 _INSTALL = (
@@ -65,7 +65,7 @@ _TOO_MANY = (
     "your ngrok account runs as many agents or tunnels as its plan allows: stop another one "
     "(https://dashboard.ngrok.com/agents), perhaps in a notebook you forgot"
 )
-# The numbers are those of ngrok's error codes, https://ngrok.com/docs/errors.
+# The numbers are ngrok's error codes, see https://ngrok.com/docs/errors.
 ADVICE = {
     "105": f"this is not an ngrok token: {_TOKEN}",
     "106": f"ngrok does not know this token: {_TOKEN}",
@@ -85,7 +85,7 @@ ADVICE = {
 _OFFLINE = re.compile(
     r"(?i)dial tcp|no such host|failed to dial|i/o timeout|urlopen|downloading|resolve|unreachable|no tunnel after"
 )
-# The address of a tunnel has hyphens, that of Cloudflare's own API has none.
+# The address of a tunnel has hyphens; the address of Cloudflare's API has none.
 _CLOUDFLARED_URL = re.compile(r"https://[a-z0-9]+(?:-[a-z0-9]+)+\.trycloudflare\.com")
 _GUARDIAN = """
 import ctypes, os, signal, subprocess, sys, threading
@@ -104,11 +104,11 @@ os._exit(0)  # not sys.exit: the thread holds stdin
 
 @dataclass(frozen=True)
 class TunnelSettings:
-    """Which tunnel to open, and how to watch it: ngrok needs a token, cloudflared the program.
+    """Which tunnel to open, and how to watch it. ngrok needs a token; cloudflared needs an installed program.
 
     Attributes:
-        auth_token: the token of ngrok.
-        agent: path of the program; None for pyngrok's own, or the one on the PATH.
+        auth_token: the user's ngrok token.
+        agent: path of the program; None for pyngrok's copy, or for the program on the PATH.
         quota_bytes: monthly data volume of the ngrok plan; None for no limit.
     """
 
@@ -123,7 +123,7 @@ class TunnelSettings:
 
 
 def settings_of(kind: Literal["ngrok", "cloudflared"]) -> TunnelSettings:
-    """Return a tunnel's settings, or raise `TunnelError` or `SecretError`; it may ask for a token."""
+    """Return a tunnel's settings; this may ask the user for a token. Raises `TunnelError` or `SecretError`."""
     if kind != "ngrok":
         return TunnelSettings(kind)
     _require_pyngrok()
@@ -136,7 +136,7 @@ def _require_pyngrok() -> None:
 
 
 def explain(text: str) -> str:
-    """Return an error of ngrok or pyngrok as one sentence with its fix."""
+    """Return an error of ngrok or pyngrok as one sentence that names the fix."""
     code = re.search(r"ERR_NGROK_(\d+)", text)
     if code is not None and code[1] in ADVICE:
         return f"{ADVICE[code[1]]} ({code[0]})"
@@ -148,7 +148,7 @@ def explain(text: str) -> str:
 
 
 async def probe(address: str) -> str | None:
-    """Request a page from the public address; return None if the tunnel leads to a server, else the fault."""
+    """Request a page from the public address; return None if the tunnel reaches a server, else what is wrong."""
     url = "http" + address.removeprefix("ws")
     headers = {"ngrok-skip-browser-warning": "1"}
     timeout = aiohttp.ClientTimeout(PROBE_TIMEOUT_S)
@@ -160,7 +160,7 @@ async def probe(address: str) -> str | None:
             code = response.headers.get("Ngrok-Error-Code")
             if code is not None:
                 return explain(code)
-            # The edge answers 404 for an unknown tunnel, 502 and 530 for a lost one; a peer answers 426.
+            # The provider answers 404 for an unknown tunnel, and 502 or 530 for a lost one; a peer answers 426.
             if response.status == 404 or response.status >= 500:
                 return f"HTTP status {response.status}"
             return None
@@ -170,7 +170,7 @@ async def probe(address: str) -> str | None:
 
 @dataclass
 class _AgentLog:
-    """The log of an agent: its ``address`` once it is connected, and a ``fault``."""
+    """Reads the log of an agent: the tunnel's ``address`` once the agent is connected, and a ``fault``."""
 
     address: str = ""
     fault: str = ""
@@ -197,7 +197,7 @@ class _AgentLog:
 
 
 async def _install_ngrok(settings: TunnelSettings) -> tuple[str, str]:
-    """Return the ngrok agent, downloaded if there is none, and its configuration's version."""
+    """Return the path of the ngrok agent, which is downloaded if necessary, and the version of its configuration."""
     _require_pyngrok()
     from pyngrok import conf, installer
     from pyngrok.exception import PyngrokError
@@ -220,11 +220,12 @@ async def _install_ngrok(settings: TunnelSettings) -> tuple[str, str]:
 
 
 class Tunnel:
-    """One tunnel to a ``port`` on 127.0.0.1, reopened whenever it is lost, from `open` until `close`.
+    """One tunnel to a ``port`` on 127.0.0.1, from `open` until `close`; it is opened again whenever it is lost.
 
-    ``on_change`` is called on the loop with each later address, None when the tunnel is lost;
-    ``events`` get a `Notice` of each change and of a plan nearly used up. ``sent_bytes`` returns the bytes sent
-    through tunnels so far: the quota counts from the opening. ``address`` is ``wss://HOST``, None while lost.
+    ``on_change`` is called on the event loop with each later address, or with None when the tunnel is lost. A `Notice`
+    of each change is emitted to ``events``, and one when the plan's data volume is nearly used up. ``sent_bytes``
+    returns the bytes sent through tunnels so far; the quota counts from the opening. ``address`` is ``wss://HOST``, or
+    None while the tunnel is lost.
     """
 
     def __init__(
@@ -243,7 +244,7 @@ class Tunnel:
         self._events = events
         self._sent_bytes = sent_bytes
         self._sent_before_bytes = sent_bytes()
-        # How many of the `_WARNED_SHARES` have been passed.
+        # How many of the `_WARNED_SHARES` are exceeded already.
         self._shares_passed = 0
         self._loop = asyncio.get_running_loop()
         self._guardian: asyncio.subprocess.Process | None = None
@@ -256,7 +257,7 @@ class Tunnel:
         return self
 
     async def close(self) -> None:
-        """Close the tunnel; return when its processes have ended. Idempotent."""
+        """Close the tunnel, and wait until its processes have ended. Idempotent."""
         if self._watching is not None:
             self._watching.cancel()
             await asyncio.wait([self._watching])
@@ -273,11 +274,11 @@ class Tunnel:
         except TunnelError:
             raise
         except NotImplementedError as error:
-            # Up to Python 3.13 the policy watches child processes, and that of uvloop does not.
+            # Up to Python 3.13, the event loop policy watches child processes; uvloop's policy does not.
             text = "the event loop policy of this process starts no programs: asyncio.set_event_loop_policy(None)"
             raise TunnelError(text) from error
         except (OSError, ValueError) as error:
-            # The disk is full, there are too many processes, or a line of the log is endless.
+            # The disk may be full, there may be too many processes, or a line of the log may be too long.
             raise TunnelError(f"the program of the tunnel cannot be started: {error}") from error
         require(address, fault, TunnelError)
         if not is_address(address):
@@ -286,14 +287,14 @@ class Tunnel:
         return address
 
     async def _run_cloudflared(self) -> tuple[str, str]:
-        """Start cloudflared; return its public address, or "" and why it was stopped."""
+        """Start cloudflared; return its public address and "", or "" and the reason why it was stopped."""
         agent = self._settings.agent
         program = shutil.which(agent or "cloudflared")
         if program is None and agent:
             raise TunnelError(f"no cloudflared is at {agent}: leave it out to use that of the PATH")
         if program is None:
             raise TunnelError(_INSTALL)
-        # Read no configuration file: a quick tunnel conflicts with the user's own.
+        # No configuration file is read, because the user's own would conflict with a quick tunnel.
         options = ["--config", os.devnull, "--no-autoupdate", "--url", self._url]
         address, fault = await self._run(program, "tunnel", *options)
         advice = "check the internet connection (on Kaggle: Settings, Internet on), and try again"
@@ -315,7 +316,7 @@ class Tunnel:
             file.write_text(json.dumps(config))
             options = ["--config", str(file), "--log", "stdout", "--log-format", "json"]
             address, fault = await self._run(program, "http", self._url, *options)
-        # The agent repeats a refused token.
+        # The agent's error repeats a token that was refused.
         return address, explain(fault.replace(auth_token, "(hidden)"))
 
     async def _run(self, *command: str) -> tuple[str, str]:
@@ -340,7 +341,7 @@ class Tunnel:
         except TimeoutError:
             ending = f"no tunnel after {OPEN_TIMEOUT_S:.0f} s"
         finally:
-            # Wait: cancelling its start would kill the guardian and leave the program running.
+            # The start is not cancelled, because this would kill the guardian and leave the program running.
             self._guardian = await starting
             if not log.address:
                 await self._stop()
@@ -372,7 +373,7 @@ class Tunnel:
         while True:
             with suppress(TimeoutError):
                 async with asyncio.timeout(CHECK_S):
-                    # Read the log: a full pipe would block the program.
+                    # The log must be read, because a full pipe would block the program.
                     while await self._guardian.stdout.read(1 << 16):
                         pass
                     await self._guardian.wait()

@@ -1,13 +1,13 @@
-"""The carrier: aiohttp reads the head of the WebSocket handshake (RFC 6455), then this protocol takes the socket over.
+"""The carrier: aiohttp does the WebSocket handshake (RFC 6455), then the protocol in this module takes the socket over.
 
-The bytes on the wire stay legal WebSocket frames, so every proxy for WebSockets passes them. But
-aiohttp's Python no longer touches each message, and received bytes land in one buffer that all
-links of a loop share, since reading and parsing happen in one synchronous step. The client masks
-with the key zero, which leaves bytes as they are: a mask protects proxies from chosen plaintext,
-and these bytes are ciphertext.
+The bytes on the wire stay legal WebSocket frames, so every proxy for WebSockets lets them pass. But
+aiohttp's Python code no longer handles each message. Received bytes go into one buffer that all
+links of a loop share, because reading and parsing happen in one synchronous step. The client masks
+with the key zero, which does not change the bytes. A mask protects proxies from chosen plaintext,
+and these bytes are ciphertext, so a real mask is not needed.
 
-The takeover loses no bytes, since the client sends nothing before the answer to its request, and the
-server nothing before the client's first message: see `dial` and `accept`.
+The takeover loses no bytes, because the client sends nothing before the answer to its request, and the
+server sends nothing before the client's first message: see `dial` and `accept`.
 """
 
 import asyncio
@@ -27,7 +27,7 @@ SCRATCH_BYTES = 1 << 19
 MAX_MESSAGE_BYTES = 126 << 10
 _MAX_CONTROL_BYTES = 125
 HIGH_WATER_BYTES = 1 << 18
-# A closed connection has this time to send its queued bytes.
+# Maximum time for a closed connection to send its queued bytes.
 LINGER_S = 10.0
 _NO_FAREWELL = "its connection ended without a farewell: it was killed, or has lost its network"
 _SWITCH = (
@@ -42,7 +42,7 @@ _CLOSE = 8
 _PING = 9
 _PONG = 10
 _NO_MASKS = (b"", b"\0\0\0\0")
-# The status code of a close frame (RFC 6455, section 7.4.1) that may stand for any reason.
+# The status code of a close frame (RFC 6455, section 7.4.1) that may be used for any reason.
 _POLICY_VIOLATION = 1008
 
 
@@ -57,7 +57,7 @@ class Head(NamedTuple):
 
 
 def read_head(data: memoryview, at: int) -> Head | None:
-    """Return the header of the frame at ``at``; None if more bytes are needed, `ProtocolError` if bad."""
+    """Return the header of the frame at ``at``; None if more bytes are needed. Raises `ProtocolError` if it is bad."""
     available = len(data) - at
     if available < 2:
         return None
@@ -65,7 +65,7 @@ def read_head(data: memoryview, at: int) -> Head | None:
     second = data[at + 1]
     length = second & 0x7F
     begin = at + 2
-    # The lengths 126 and 127 announce a longer length, of 2 or of 8 bytes.
+    # The lengths 126 and 127 mean that the real length follows, in 2 or in 8 bytes.
     if length >= 126:
         begin += 2 if length == 126 else 8
         if begin > len(data):
@@ -73,7 +73,7 @@ def read_head(data: memoryview, at: int) -> Head | None:
         length = int.from_bytes(data[at + 2 : begin], "big")
     opcode = first & 0x0F
     max_bytes = _MAX_CONTROL_BYTES if opcode & 8 else MAX_MESSAGE_BYTES
-    # The bits of 0x70 belong to extensions, and none is agreed.
+    # The bits of 0x70 belong to extensions, and no extension is agreed on.
     if first & 0x70 or length > max_bytes:
         raise ProtocolError(f"WebSocket frame {first:#x} of {length} bytes")
     mask = b""
@@ -122,11 +122,11 @@ def write_message(data: memoryview, out: memoryview) -> int:
 
 
 class WebSocket(asyncio.BufferedProtocol):
-    """A taken-over connection, whose former protocol still gets ``connection_lost``.
+    """A connection that was taken over from aiohttp, whose protocol still gets ``connection_lost``.
 
-    ``scratch`` is `SCRATCH_BYTES` of memory to receive into, shared by all connections of the loop.
-    A ``client`` dialled, and so must mask. ``after_read`` is called when the receiver has got all
-    messages of a read.
+    ``scratch`` is memory of `SCRATCH_BYTES` to receive into, shared by all connections of the loop.
+    ``client`` is True at the end that dialled, which must mask its frames. ``after_read`` is called when the receiver
+    has received all messages of a read.
     """
 
     def __init__(
@@ -137,7 +137,7 @@ class WebSocket(asyncio.BufferedProtocol):
         self._transport = transport
         self._scratch = scratch
         self._client = client
-        # Whether the other end, which dialled, has sent no message yet.
+        # True while the other end, which dialled, has sent no message yet.
         self._awaits_first = not client
         # The beginning of a frame whose other bytes have not arrived.
         self._partial = b""
@@ -167,7 +167,7 @@ class WebSocket(asyncio.BufferedProtocol):
         return self._transport.get_write_buffer_size()
 
     def send(self, size: int, fill: Callable[[memoryview], None]) -> int:
-        """Send a message of ``size`` bytes that ``fill`` writes; return the bytes on the wire."""
+        """Send a message of ``size`` bytes, which ``fill`` writes; return the number of bytes on the wire."""
         head = write_head(_BINARY, size, masked=self._client)
         message = bytearray(len(head) + size)
         message[: len(head)] = head
@@ -175,7 +175,7 @@ class WebSocket(asyncio.BufferedProtocol):
         return self._write(message)
 
     def send_framed(self, frames: memoryview) -> bool:
-        """Send whole frames made by `write_message`; return whether the memory may be reused at once."""
+        """Send complete frames made by `write_message`; return True if their memory may be reused immediately."""
         self._write(frames)
         return not self.backlog_bytes
 
@@ -188,7 +188,7 @@ class WebSocket(asyncio.BufferedProtocol):
         return len(frames)
 
     def close(self, reason: str = "") -> None:
-        """Send the queued bytes and ``reason`` (123 bytes of it, in clear), then close."""
+        """Send the queued bytes and ``reason`` (at most 123 bytes, not encrypted), then close."""
         if not self._transport.is_closing():
             code = _POLICY_VIOLATION.to_bytes(2, "big")
             self._control(_CLOSE, code + reason.encode()[: _MAX_CONTROL_BYTES - len(code)])
@@ -230,7 +230,7 @@ class WebSocket(asyncio.BufferedProtocol):
             self.abort(str(error))
         else:
             self._partial = bytes(data[at:])
-        # Call it after the last read too: messages before the end count.
+        # Called after the last read, too, because messages before the end count.
         self.after_read()
 
     def _on_frame(self, head: Head, body: memoryview) -> None:
@@ -253,7 +253,7 @@ class WebSocket(asyncio.BufferedProtocol):
                 self.receiver.on_message(memoryview(whole))
 
     def _on_control(self, opcode: int, body: memoryview) -> None:
-        # each answer to a stranger's ping would wait to be sent
+        # Refused before the first message, because a stranger could send pings without end, and each answer would wait.
         if opcode != _CLOSE and self._awaits_first:
             raise ProtocolError(f"a control frame with opcode {opcode} before the first message")
         if opcode == _PING and self.backlog_bytes <= HIGH_WATER_BYTES:
@@ -272,7 +272,7 @@ class WebSocket(asyncio.BufferedProtocol):
         self.receiver.on_writable(True)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        # aiohttp waits for this on both ends. Without it, its session and its server would never finish closing.
+        # aiohttp waits for this call at both ends; else its session and its server would never finish closing.
         self._previous.connection_lost(exc)
         if self.response is not None:
             self.response.close()
@@ -286,7 +286,7 @@ class WebSocket(asyncio.BufferedProtocol):
 async def dial(
     session: aiohttp.ClientSession, address: str, *, scratch: memoryview, receiver: Receiver
 ) -> WebSocket:
-    """Open a WebSocket to ``ws://host:port``. Send one message, then wait for the answer before the next.
+    """Open a WebSocket to ``ws://host:port``. Send one message, then wait for the answer before you send the next.
 
     Raises `PeerLost` if no WebSocket server answered, else `aiohttp.ClientError` or `OSError`.
     """
@@ -296,7 +296,7 @@ async def dial(
         "Connection": "Upgrade",
         "Sec-WebSocket-Version": "13",
         "Sec-WebSocket-Key": key,
-        # Without this header, ngrok's free plan may answer with a page for people.
+        # Without this header, ngrok's free plan may answer with a web page for people.
         "ngrok-skip-browser-warning": "1",
     }
     url = "http" + address.removeprefix("ws")
@@ -308,7 +308,7 @@ async def dial(
     if not isinstance(transport, asyncio.Transport):
         raise PeerLost(f"{address} closed the connection at once")
     websocket = WebSocket(transport, scratch=scratch, client=True, receiver=receiver)
-    # Keep the response: when it is collected, it closes the connection.
+    # The response is kept, because it closes the connection when it is garbage-collected.
     websocket.response = response
     return websocket
 
@@ -316,20 +316,20 @@ async def dial(
 def accept(request: web.BaseRequest, *, scratch: memoryview, receiver: Receiver) -> WebSocket:
     """Upgrade an HTTP request; the client sends the first message.
 
-    What came with the request is dropped: a client waits for the answer (RFC 6455, section 4.1). Raises `PeerLost`
-    if this is no handshake of a WebSocket.
+    Bytes that came together with the request are dropped, because a client must wait for the answer (RFC 6455, section
+    4.1). Raises `PeerLost` if this is no handshake of a WebSocket.
     """
     key = request.headers.get("Sec-WebSocket-Key", "")
     is_handshake = request.method == "GET" and request.headers.get("Sec-WebSocket-Version") == "13" and key
     transport = request.transport
     if not is_handshake or not isinstance(transport, asyncio.Transport):
         raise PeerLost("the client opens no WebSocket")
-    # Before the answer: aiohttp would queue all frames that a stranger sends.
+    # Made before the answer, because aiohttp would queue all frames that a stranger sends.
     websocket = WebSocket(transport, scratch=scratch, client=False, receiver=receiver)
     transport.write(_SWITCH.format(_accept_key(key)).encode())
     return websocket
 
 
 def _accept_key(key: str) -> str:
-    """Return what a server answers to the key of a client (RFC 6455, section 4.2.2)."""
+    """Return the value with which a server answers a client's key (RFC 6455, section 4.2.2)."""
     return base64.b64encode(hashlib.sha1((key + _GUID).encode()).digest()).decode()
