@@ -1,8 +1,7 @@
-"""Records: values in the DHT under a key, one of each owner, signed, and their expiration.
+"""Records: signed values in the DHT. Under a key, each owner has one record, which expires.
 
-``expires_at`` and ``version`` are signed and accepted with a tolerance of `CLOCK_SLACK_S`: a record
-cannot be replayed after its end. A holder counts ``ttl_s`` down on its own clock, so clocks that
-are wrong do no harm.
+``expires_at`` and ``version`` are signed, and are accepted with a tolerance of `CLOCK_SLACK_S`, so a record
+cannot be sent again after its end. A holder counts ``ttl_s`` down by its own clock, so wrong clocks do no harm.
 """
 
 import hashlib
@@ -15,7 +14,7 @@ from colab_swarm.net.identity import id_of, verify
 from colab_swarm.net.membership import MAX_MEMBERSHIP_BYTES
 from colab_swarm.net.peers import UNDECODABLE, Contact, Message, PeerId, Role, remember
 
-CLOCK_SLACK_S = 600.0  # two clocks, each 5 minutes off in opposite directions
+CLOCK_SLACK_S = 600.0  # allows for two clocks that are each wrong by 5 minutes, in opposite directions
 ID_BYTES = 32
 VALUE_BYTES = 1 << 15  # limit of one record
 KEY_BYTES = 200_000  # limit of all records under one key; they must fit in one message
@@ -23,15 +22,15 @@ OWNER_BYTES = 1 << 21  # limit of all records of one owner at one peer
 TOTAL_BYTES = 1 << 26  # limit of all records that one peer holds for others
 MAX_TTL_S = 24 * 3600.0  # longest life of a record
 SHORT_BYTES = 1024  # shorter records count as equally long
-VERIFIED_RECORDS = 20_000  # size of the cache: checking a signature takes 170 microseconds
+VERIFIED_RECORDS = 20_000  # size of the cache of checked signatures; checking one takes 170 microseconds
 
 
 class Record(Message, frozen=True):
-    """One owner's value under a key; only its owner replaces it."""
+    """One owner's value under a key; only the owner can replace it."""
 
     value: bytes  # msgpack
-    expires_at: float  # end of its life, the writer's swarm time
-    version: int  # the writer's swarm time when it wrote, microseconds; the highest wins
+    expires_at: float  # end of its life, in the writer's swarm time
+    version: int  # the writer's swarm time when it wrote, in microseconds; the highest version counts
     ttl_s: float  # seconds left when this message was sent; not signed
     owner: bytes  # Ed25519 public key
     membership: bytes = b""  # proves the owner's role; empty in an open run
@@ -43,7 +42,7 @@ class Record(Message, frozen=True):
 
     @property
     def rank(self) -> tuple[int, bytes]:
-        """Of two records the one of higher rank stays, at each peer, in any order of arrival."""
+        """Of two records, every peer keeps the one of higher rank, in whatever order they arrive."""
         return self.version, self.value
 
     @property
@@ -61,7 +60,7 @@ class Record(Message, frozen=True):
 
 
 class FindNear(Message, frozen=True):
-    """Requests known peers near ``key`` and, with ``records``, the records under it."""
+    """Requests known peers near ``key`` and, if ``records`` is True, the records under it."""
 
     key: bytes
     asker: Contact
@@ -76,14 +75,14 @@ class FoundNear(Message, frozen=True):
 
 
 class Fetch(Message, frozen=True):
-    """Requests the records under ``key``; forwarded by peers without any, ``forwards`` times in a row."""
+    """Requests the records under ``key``; peers that have none forward it, at most ``forwards`` times in a row."""
 
     key: bytes
     forwards: int
 
 
 class Fetched(Message, frozen=True):
-    """All records of the first peer that holds any, and the number of forwards after this query."""
+    """All records of the first peer that holds any, and how many times the query was forwarded to reach it."""
 
     records: tuple[Record, ...]
     hops: int
@@ -96,22 +95,22 @@ class StoreRecord(Message, frozen=True):
 
 
 class Stored(Message, frozen=True):
-    """For each record why it was refused, or an empty text; and the nearest known peers."""
+    """For each record, the reason why it was refused, or an empty text; and the nearest known peers."""
 
     refusals: tuple[str, ...]
     contacts: tuple[Contact, ...]
 
 
 class Storage:
-    """Keys to owners to records; ``now`` is monotonic seconds, ``swarm_time`` that of `Node.time`.
+    """The records that a peer holds, by key and owner; ``now`` is monotonic seconds, ``swarm_time`` is `Node.time`.
 
-    Where a limit is reached, a new record takes the place of others: under its key that of the longest, at a full
-    peer that of the oldest. Peers that renew theirs keep them. ``role_by`` is `Node.role_by`.
+    If a limit is reached, a new record takes the place of others: of the longest ones if its key is full, of the oldest
+    ones if the peer is full. Owners that renew their records keep them. ``role_by`` is `Node.role_by`.
     """
 
     def __init__(self, role_by: Callable[[bytes, bytes, float], Role]) -> None:
         self._role_by = role_by
-        self._keys: dict[bytes, dict[bytes, tuple[Record, float]]] = {}  # with the end, by `now`
+        self._keys: dict[bytes, dict[bytes, tuple[Record, float]]] = {}  # with its end, as `now`
         self._owned = Counter[bytes]()  # bytes by owner
         self._places: dict[tuple[bytes, bytes], None] = {}  # keys and owners, the oldest first
         self.total_bytes = 0
@@ -121,9 +120,9 @@ class Storage:
         return iter(self._keys)
 
     def put(self, key: bytes, record: Record, *, now: float, swarm_time: float) -> str | None:
-        """Hold ``record`` until its end; return why it was refused, or None.
+        """Hold ``record`` until its end; return the reason if it is refused, or None.
 
-        A record that is held already, or superseded, changes nothing, its life included.
+        If this record or a newer one is held already, nothing changes; its life is not extended either.
         """
         self._sweep(now)
         held, end = self._keys.get(key, {}).get(record.owner, (None, 0.0))
@@ -145,7 +144,7 @@ class Storage:
         return None
 
     def _crowded(self, key: bytes, record: Record, held: Record | None) -> str | None:
-        """Make room for a record in place of ``held``; return why there is none, or None."""
+        """Make room for a record that replaces ``held``; return the reason if there is none, or None."""
         more_bytes = record.size_bytes - (held.size_bytes if held else 0)
         if self._owned[record.owner] + more_bytes > OWNER_BYTES:
             return f"its owner has {OWNER_BYTES} bytes here"
@@ -189,14 +188,14 @@ class Storage:
         try:
             msgspec.msgpack.decode(record.value)
         except UNDECODABLE:
-            return "its value is not msgpack"  # readers decode without a check
+            return "its value is not msgpack"  # checked here, because readers decode without a check
         return None
 
     def role_of(self, record: Record) -> Role:
         return self._role_by(record.owner, record.membership, record.written_at)
 
     def get(self, key: bytes, *, now: float) -> tuple[Record, ...]:
-        """Return the live records under ``key``, with the rest of their lives."""
+        """Return the records under ``key`` that have not expired, each with its remaining ``ttl_s``."""
         self._sweep(now)
         held = self._keys.get(key, {}).values()
         return tuple(msgspec.structs.replace(record, ttl_s=end - now) for record, end in held if end > now)
@@ -210,7 +209,7 @@ class Storage:
                 self._drop(key, owner)
 
 
-_verified: OrderedDict[bytes, None] = OrderedDict()  # by all peers of this process: a simulation has many
+_verified: OrderedDict[bytes, None] = OrderedDict()  # shared by all peers of this process (many if simulated)
 
 
 def _signed(key: bytes, record: Record) -> bool:
@@ -219,6 +218,6 @@ def _signed(key: bytes, record: Record) -> bool:
     if digest in _verified:
         return True
     if not verify(record.owner, record.signature, data):
-        return False  # not remembered: forgeries must not push out the genuine
+        return False  # not remembered, so that forged records cannot push out genuine ones
     remember(_verified, digest, None, VERIFIED_RECORDS)
     return True

@@ -1,11 +1,11 @@
 """Routing table and lookups of Kademlia over 256-bit ids (Maymounkov & Mazieres 2002). Free of I/O.
 
-Bucket i holds peers whose id shares exactly i leading bits with ours, least recently seen first (section
-2.2). A contact that still answers is never replaced: peers with a long uptime tend to stay.
+Bucket i holds peers whose id shares exactly i leading bits with this peer's id, least recently seen first (section
+2.2). A contact that still answers is never replaced, because peers with a long uptime tend to stay.
 
-A lookup (section 2.3) has no barrier between rounds. A query older than ``patience_s`` is slow:
-until it is answered, it frees its place among the ``alpha``, and its peer does not count among the
-nearest. The lookup is done when the ``width`` nearest others have answered; if there are fewer,
+A lookup (section 2.3) has no barrier between rounds. A query is slow if it is older than ``patience_s``. Until a slow
+query is answered, another query takes its place among the ``alpha`` queries in flight, and its peer does not count
+among the nearest. The lookup is done when the ``width`` nearest other peers have answered. If there are fewer peers,
 slow queries get `GRACE` times the patience.
 """
 
@@ -21,12 +21,12 @@ from colab_swarm.net.peers import Contact, PeerId
 ID_BITS = 256
 BUCKET_SIZE = 20  # contacts per bucket and in a reply (Kademlia's k)
 MAX_LOST = 100
-MAX_RETRIES = 20  # failures of a lost peer after which it is dropped for good
-MAX_FAILURES = 2  # in a row, then a peer is dropped
+MAX_RETRIES = 20  # a lost peer is forgotten after this many failures
+MAX_FAILURES = 2  # a peer is dropped from the table after this many failures in a row
 
 
 def distance(one: bytes, other: bytes) -> int:
-    """Return Kademlia's distance of two ids or keys: their XOR as a number."""
+    """Return Kademlia's distance between two ids or keys: their XOR as a number."""
     return int.from_bytes(one, "big") ^ int.from_bytes(other, "big")
 
 
@@ -44,7 +44,7 @@ class RoutingTable:
         self._buckets: dict[int, dict[PeerId, Contact]] = {}  # in the order of last contact
         self._touched_at: dict[int, float] = {}
         self._failures: dict[PeerId, int] = {}
-        self.lost: dict[PeerId, Contact] = {}  # dropped last; after a partition they lead back
+        self.lost: dict[PeerId, Contact] = {}  # dropped last; after a partition, they lead to the rest
 
     def __len__(self) -> int:
         return sum(map(len, self._buckets.values()))
@@ -57,12 +57,12 @@ class RoutingTable:
             yield from bucket.values()
 
     def saw(self, contact: Contact, now: float) -> bool:
-        """Note that a peer was heard from; return True if it is new. Only dialable peers enter."""
+        """Note that a peer sent something; return True if it is new. Only peers that can be dialled enter the table."""
         self._failures.pop(contact.id, None)
         self.lost.pop(contact.id, None)
         shared = common_bits(self._me, contact.id)
         bucket = self._buckets.setdefault(shared, {})
-        known = bucket.pop(contact.id, None) is not None  # it could be dialled once
+        known = bucket.pop(contact.id, None) is not None  # a known peer could be dialled before
         if contact.id == self._me or not contact.direct:
             return False
         self._touched_at[shared] = now
@@ -72,7 +72,7 @@ class RoutingTable:
         return not known
 
     def failed(self, peer: PeerId) -> None:
-        """Note that a peer did not answer; repeated failures drop it."""
+        """Note that a peer did not answer; after repeated failures the peer is dropped."""
         bucket = self._buckets.get(common_bits(self._me, peer), {})
         if not (peer in bucket or peer in self.lost):
             return
@@ -105,7 +105,7 @@ class RoutingTable:
 
 
 GRACE = 4
-MIN_PATIENCE_S = 0.2  # A busy notebook cell delays answers by as much
+MIN_PATIENCE_S = 0.2  # a busy notebook cell delays answers by this much
 
 
 @dataclass(slots=True, eq=False)
@@ -121,7 +121,7 @@ class _Candidate:
 
 
 class Lookup:
-    """Search for the ``width`` peers nearest to ``target``; raise ``width`` to continue one that is done."""
+    """A search for the ``width`` peers nearest to ``target``. To continue a search that is done, raise ``width``."""
 
     def __init__(
         self, target: bytes, seeds: Iterable[Contact], *, width: int, alpha: int, patience_s: float = 1.0
@@ -143,7 +143,7 @@ class Lookup:
                 bisect.insort(self._by_distance, entry, key=lambda entry: entry[0])
 
     def next_queries(self, now: float) -> list[Contact]:
-        """Return the peers to query now; they count as in flight until `on_answer`."""
+        """Return the peers to query now; their queries count as in flight until `on_answer`."""
         window = self._window(now)
         places = self._alpha - sum(candidate.awaited for candidate in window)
         chosen = [candidate for candidate in window if candidate.asked_at == math.inf][: max(0, places)]
@@ -153,7 +153,7 @@ class Lookup:
         return [candidate.contact for candidate in chosen]
 
     def on_answer(self, peer: PeerId, closer: Iterable[Contact] | None) -> None:
-        """Note that ``peer`` answered and named ``closer`` peers; None if it will not answer."""
+        """Note that ``peer`` answered and named ``closer`` peers; ``closer`` is None if it will not answer."""
         candidate = self._candidates[peer]
         candidate.answered = closer is not None
         self._add(closer or (), hops=candidate.hops + 1)
@@ -164,11 +164,11 @@ class Lookup:
             return False
         if len(window) == self.width:
             return True
-        # too few: wait for slow queries, without any answer as long as it takes
+        # Too few answers: wait for slow queries; if there is no answer at all, wait as long as it takes.
         return not any(not window or now < at + self.patience_s * GRACE for at in self._in_flight())
 
     def wake_at(self, now: float) -> float | None:
-        """Return when the next query gets slow or hopeless; None if only a reply helps."""
+        """Return when the next query becomes slow, or its grace ends; None if only an answer changes the state."""
         limits = [at + self.patience_s * factor for at in self._in_flight() for factor in (1, GRACE)]
         return min((at for at in limits if at > now), default=None)
 
@@ -180,7 +180,7 @@ class Lookup:
         return [c.contact for _, c in self._by_distance if c.answered][:count]
 
     def hops(self, peer: PeerId) -> int:
-        """Return how many queries in a row led to the answer of ``peer``; 1 for a seed."""
+        """Return how many queries, one after another, led to the answer of ``peer``; 1 for a seed."""
         return self._candidates[peer].hops
 
     def _window(self, now: float) -> list[_Candidate]:

@@ -1,8 +1,8 @@
 """The DHT for its users: store and get values at the peers nearest to a key.
 
-A peer that knows the whole swarm, or stored under the key lately, stores without a lookup: the
-replies name peers that are nearer still. Each query carries its sender's contact. Only peers that
-sent us a query or an answer enter the routing table.
+A peer that knows the whole swarm, or that stored under the key a short time ago, stores without a lookup. The replies
+name peers that are nearer to the key, if there are any. Each query contains its sender's contact. Only peers that sent
+this peer a query or an answer enter its routing table.
 """
 
 import asyncio
@@ -42,28 +42,28 @@ from colab_swarm.runtime import BackgroundTasks, PauseGate
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 REPLICAS = 5  # peers that hold a record
-READ_REPLICAS = 3  # peers that a reader hears
+READ_REPLICAS = 3  # peers whose answers a reader needs
 PARALLEL = 3  # queries in flight during a lookup (Kademlia's alpha)
-TIMEOUT_S = 5.0  # of one query; a silent peer costs less, see `Lookup`
-REFRESH_S = 120.0  # between lookups of quiet buckets
-RETRY_S = 30.0  # between retries of one of the lost peers
-REPUBLISH_S = 600.0  # until records are stored again at the peers nearest by then
-MAX_ADDRESS_CHARS = 800  # of all addresses in one contact: a reply carries 20 contacts
-REMEMBERED = 1000  # keys whose replicas are remembered
-MAX_FORWARDS = 4  # in a row of a fetch
-FORWARD_WIDTH = 2  # by each peer: one silent peer delays nothing
-_ANSWER = "an answer"  # of any peer: a lookup asks too many to know each
+TIMEOUT_S = 5.0  # for one query; a lookup waits less for a silent peer, see `Lookup`
+REFRESH_S = 120.0  # between lookups in buckets without contact
+RETRY_S = 30.0  # between queries to one of the lost peers
+REPUBLISH_S = 600.0  # after this time, records are stored again at the peers that are nearest then
+MAX_ADDRESS_CHARS = 800  # for all addresses in one contact, because a reply contains 20 contacts
+REMEMBERED = 1000  # number of keys whose replicas are remembered
+MAX_FORWARDS = 4  # maximum number of forwards of a fetch, one after another
+FORWARD_WIDTH = 2  # peers to which each peer forwards a fetch, so that a silent one does not delay it
+_ANSWER = "an answer"  # one key for all peers, because a lookup asks too many peers to know the times of each
 
 
 def is_sound(contact: Contact) -> bool:
-    """Return True if a stranger's contact may be stored: an id, and not too many addresses."""
+    """Return True if a stranger's contact may be stored: its id has the right length, and it has few addresses."""
     few = len(contact.addresses) <= MAX_ADDRESSES and sum(map(len, contact.addresses)) <= MAX_ADDRESS_CHARS
     return len(contact.id) == ID_BYTES and few
 
 
 @dataclass(frozen=True)
 class Found:
-    """A value from the DHT; ``expires_at`` in swarm time, and its owner's role."""
+    """A value from the DHT, the swarm time at which it expires, and the role of its owner."""
 
     value: Any
     expires_at: float
@@ -72,7 +72,10 @@ class Found:
 
 @dataclass(frozen=True)
 class Reading:
-    """Values found, ``hops`` queries in a row until the first record, and ``calls`` in total."""
+    """The values that were found.
+
+    ``hops`` is the number of queries, one after another, until the first record, and ``calls`` that of all queries.
+    """
 
     found: dict[PeerId, Found]
     hops: int | None
@@ -91,7 +94,7 @@ class DHT:
         self._storage = Storage(peers.role_by)
         self._patience = Patience[str](0.0, first_s=1.0, least_s=MIN_PATIENCE_S)
         self._entries: list[Contact] = []
-        self._replicas: dict[bytes, list[Contact]] = {}  # of the last keys
+        self._replicas: dict[bytes, list[Contact]] = {}  # peers that hold the last keys
         self._last_version = 0
         self._hands_over = False
         peers.serve(FindNear, self._on_find)
@@ -105,15 +108,15 @@ class DHT:
         return len(lookup.nearest(BUCKET_SIZE))
 
     async def publish(self, key: str | bytes, value: Any, *, ttl_s: float) -> int:
-        """Store this peer's ``value`` as msgpack for ``ttl_s`` seconds, signed; return how many peers hold it.
+        """Store this peer's ``value`` for ``ttl_s`` seconds, as msgpack and signed; return how many peers hold it.
 
-        It replaces this peer's earlier value under the key. Raises `ValueError` if it is too large.
+        The value replaces this peer's earlier value under the key. Raises `ValueError` if the value is too large.
         """
         peers = self._peers
         id = key_id(key)
         now = self._peers.time()
         version = int(now * 1e6)
-        # beyond that, which takes a clock that is set back, no holder would take the next one
+        # If the last version is further ahead, because the clock was set back, no holder would take the next one.
         if self._last_version < version + CLOCK_SLACK_S * 1e6:
             version = max(self._last_version + 1, version)
         self._last_version = version
@@ -126,15 +129,15 @@ class DHT:
         return await self._store(id, (record,))
 
     async def get(self, key: str | bytes) -> dict[PeerId, Found]:
-        """Return all live values under ``key``, by the peer that published them."""
+        """Return all values under ``key`` that have not expired, by the peer that published each."""
         return (await self.read(key)).found
 
     async def published(self, key: str, kind: type[T]) -> dict[PeerId, T]:
-        """Return the valid records that peers published, and learn the ``addresses`` in them."""
+        """Return the valid records of type ``kind`` that peers published, and learn the ``addresses`` in them."""
         return {peer: record for peer, (record, _) in (await self.found(key, kind)).items()}
 
     async def found(self, key: str, kind: type[T]) -> dict[PeerId, tuple[T, Found]]:
-        """Do as `published`, with what is known of each record."""
+        """Return the same records as `published`, each with its `Found`."""
         records: dict[PeerId, tuple[T, Found]] = {}
         for peer, found in (await self.get(key)).items():
             try:
@@ -149,24 +152,23 @@ class DHT:
         return records
 
     async def read(self, key: str | bytes) -> Reading:
-        """Do as `get`, and count hops and calls."""
+        """Return the same values as `get`, with the number of hops and calls."""
         id = key_id(key)
         merged = Storage(self._peers.role_by)
         first = list[PeerId]()
         lookup = self._lookup(id, width=READ_REPLICAS)
         ask = partial(self._ask, id, merged, first)
         await self._search(lookup, ask)
-        if not first:  # perhaps the nearest have just joined
+        if not first:  # the nearest peers may have just joined, and not have the records yet
             lookup.width = REPLICAS + READ_REPLICAS
             await self._search(lookup, ask)
         return Reading(self._found_in(merged, id), lookup.hops(first[0]) if first else None, lookup.calls)
 
     async def fetch(self, key: str | bytes) -> Reading:
-        """Return the records of the first holder that answers: faster and less reliable than `read`.
+        """Return the records of the first holder that answers, which is faster and less reliable than `read`.
 
-        Each peer forwards the query to nearer peers over open links, where `read` would dial each
-        peer itself. A write that missed this holder is missed, and a dishonest peer on the way can
-        hide all records.
+        Each peer forwards the query to nearer peers over open links, while `read` would dial each peer itself. Records
+        that this holder does not have are missing in the result, and a dishonest peer on the way can hide all records.
         """
         id = key_id(key)
         merged = Storage(self._peers.role_by)
@@ -201,7 +203,7 @@ class DHT:
         return self._tasks.cancel()
 
     async def find_near(self, target: bytes, *, width: int, seeds: Iterable[Contact] | None = None) -> Lookup:
-        """Find the ``width`` peers nearest to ``target``, from ``seeds`` or known peers on."""
+        """Find the ``width`` peers nearest to ``target``; the lookup starts at ``seeds`` or at known peers."""
         lookup = self._lookup(target, width=width, seeds=seeds)
         await self._search(lookup, partial(self._ask, target, None, []))
         return lookup
@@ -210,7 +212,7 @@ class DHT:
         if seeds is None:
             seeds = [*self.table.nearest(target, BUCKET_SIZE), self._peers.contact]
         others = (contact for contact in seeds if contact.direct)
-        # all replicas of a key are queried at once
+        # all replicas of a key are queried together
         parallel = max(PARALLEL, width if width <= REPLICAS else 0)
         return Lookup(target, others, width=width, alpha=parallel, patience_s=self._patience_s())
 
@@ -218,7 +220,7 @@ class DHT:
         return min(self._patience.limit_s(_ANSWER), TIMEOUT_S)
 
     async def _search(self, lookup: Lookup, ask: Callable[[Contact], Awaitable[Iterable[Contact]]]) -> None:
-        """Carry out ``lookup``; slow queries continue in the background, for the routing table."""
+        """Carry out ``lookup``. Slow queries continue in the background, because answers update the routing table."""
         asked: dict[asyncio.Task[list[Contact] | None], PeerId] = {}
         now = self._now
         try:
@@ -230,13 +232,13 @@ class DHT:
                 await asyncio.wait(asked, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
                 for query in [query for query in asked if query.done()]:
                     lookup.on_answer(asked.pop(query), None if query.cancelled() else query.result())
-                lookup.patience_s = self._patience_s()  # learnt from these answers
+                lookup.patience_s = self._patience_s()  # updated by these answers
         except asyncio.CancelledError:
             for query in asked:
                 query.cancel()
             raise
         for peer in asked.values():
-            lookup.on_answer(peer, None)  # a wider search with this lookup must not wait for it
+            lookup.on_answer(peer, None)  # a wider search with this lookup must not wait for this peer
 
     async def _answer_of(
         self, ask: Callable[[Contact], Awaitable[Iterable[Contact]]], contact: Contact
@@ -254,7 +256,7 @@ class DHT:
         try:
             answer = await self._peers.call(contact.id, message, reply, timeout_s=TIMEOUT_S)
         except PeerError as error:
-            if not (isinstance(error, CallRefused) and error.code == "refused"):  # else it refuses our role
+            if not (isinstance(error, CallRefused) and error.code == "refused"):  # a refusal is no failure
                 self.table.failed(contact.id)
             raise
         self._patience.learn(_ANSWER, self._now() - asked_at)
@@ -268,7 +270,10 @@ class DHT:
     async def _ask(
         self, target: bytes, merged: Storage | None, first: list[PeerId], contact: Contact
     ) -> Iterable[Contact]:
-        """Query a peer for contacts, and records to put into ``merged``; ``first`` sent some."""
+        """Query a peer for contacts and, if ``merged`` is given, for records to put into it.
+
+        If the peer sent valid records, its id is added to ``first``.
+        """
         records = tuple[Record, ...]()
         contacts = tuple[Contact, ...]()
         if contact.id != self._peers.id:
@@ -291,7 +296,7 @@ class DHT:
         return found
 
     async def _fetch(self, key: bytes, *, forwards: int, width: int) -> AsyncIterator[Fetched]:
-        """Yield our records or, without any, the answers of the ``width`` nearest peers."""
+        """Yield this peer's own records or, if it has none, the answers of the ``width`` nearest peers."""
         held = self._storage.get(key, now=self._now())
         if held:
             yield Fetched(held, 0)
@@ -336,7 +341,7 @@ class DHT:
         refusals: list[str] = []
         for record in records:
             refusals.append(storage.put(key, record, now=self._now(), swarm_time=self._peers.time()) or "")
-            if len(refusals) % 16 == 0:  # signatures take time: let other tasks run
+            if len(refusals) % 16 == 0:  # checking signatures takes time, so other tasks may run in between
                 await asyncio.sleep(0)
         return tuple(refusals)
 
@@ -372,7 +377,7 @@ class DHT:
         return tuple(contact for contact in nearest if contact.id != caller)
 
     async def _hand_over(self, new: Contact) -> None:
-        """Send a new peer the records to which we were the nearest, if it should hold them."""
+        """Send a new peer the records that it should hold, if this peer was the nearest to their keys until now."""
         for key in list(self._storage):
             if new in self.table.nearest(key, REPLICAS) and self._nearest_to(key, but=new):
                 with contextlib.suppress(PeerError):
@@ -384,7 +389,7 @@ class DHT:
         return all(distance(self._peers.id, key) < distance(contact.id, key) for contact in others)
 
     async def _refresh(self) -> None:
-        """Look up ourselves and an id in each quiet bucket, from contacts and entries on."""
+        """Look up this peer's own id, and an id in each bucket without recent contact."""
         stale = self.table.refresh_targets(self._now(), older_than_s=REFRESH_S, rng=self._rng)
         seeds = [*self.table.nearest(self._peers.id, BUCKET_SIZE), *self._entries]
         await self.find_near(self._peers.id, width=BUCKET_SIZE, seeds=seeds)
@@ -392,7 +397,7 @@ class DHT:
             await self.find_near(target, width=BUCKET_SIZE)
 
     async def _retry(self, *, if_cut_off: bool = False) -> None:
-        """Query a lost peer again; if it is back, its contacts join two halves of a swarm."""
+        """Query a lost peer again; if it is back, its contacts reconnect two separate halves of a swarm."""
         if if_cut_off and len(self.table):
             return
         lost = [*self.table.lost.values()] or ([] if len(self.table) else self._entries)
@@ -418,7 +423,7 @@ class RunServices:
     dht: DHT
     events: EventLog
     rng: random.Random
-    run_id: str  # begins the keys of a run's records in the DHT
+    run_id: str  # the keys of the run's records in the DHT begin with it
     gate: PauseGate = field(default_factory=PauseGate)  # closed while this peer is paused
     expert_calls: Counter[PeerId] = field(
         default_factory=Counter

@@ -1,12 +1,13 @@
-"""Scripts of faults, and random ones, for `colab_swarm.experiments.chaos`: pure, they disturb nobody.
+"""Scripts of faults, and random faults, for `colab_swarm.experiments.chaos`. Pure: this module only plans them.
 
-One `ScriptedFault` a line: seconds, the name of a method of `Script`, and its arguments. ``#`` begins a comment.
+A script has one `ScriptedFault` per line: seconds, the name of a method of `Script`, and its arguments. ``#`` begins a
+comment.
 
     12      crash bob          killed
     32      restart bob        started again
     40.5    freeze carol 10    stopped (SIGSTOP) for 10 s
-    60      cut dave 15        nothing passes between it and the others for 15 s
-    80      slow dave 20       its connection becomes 20 times slower than at first
+    60      cut dave 15        no traffic between dave and the others for 15 s
+    80      slow dave 20       dave's connection becomes 20 times slower than at first
 """
 
 import random
@@ -16,13 +17,13 @@ from colab_swarm.errors import require
 from colab_swarm.sim.network import ScriptedFault
 
 LASTS_S = {"crash": (5, 30), "freeze": (1, 40), "restart": (0, 0), "cut": (5, 40), "slow": (10, 40)}
-"""The kinds of random faults, and for how many seconds they last; a restart is a crash of none."""
+"""The kinds of random faults, and for how many seconds each lasts; a restart is a crash of 0 seconds."""
 SLOW_FACTOR = 20.0
-STARTS_S = 10.0  # from the start of a peer to the next random fault
+STARTS_S = 10.0  # minimum time from the start of a peer to its next random fault
 
 
 def read_script(text: str, peers: Sequence[str]) -> list[ScriptedFault]:
-    """Return the faults of a script in the order of time; a ValueError quotes the line that is wrong."""
+    """Return the faults of a script, in the order of time; raises a ValueError that quotes a line that is wrong."""
     faults = []
     for line in text.splitlines():
         match line.partition("#")[0].split():
@@ -41,9 +42,9 @@ def read_script(text: str, peers: Sequence[str]) -> list[ScriptedFault]:
 def random_faults(
     peers: Sequence[str], *, until_s: float, mean_s: float, kinds: Sequence[str], rng: random.Random
 ) -> list[ScriptedFault]:
-    """Return faults that are over at ``until_s``, one each ``mean_s`` on average; one peer at least has none.
+    """Return random faults that all end by ``until_s``; on average one begins every ``mean_s`` seconds.
 
-    Raises ValueError for an unknown kind, and for a ``mean_s`` of 0 or less.
+    At any time, at least one peer has no fault. Raises ValueError for an unknown kind, or if ``mean_s`` is 0 or less.
     """
     known = set(kinds) <= LASTS_S.keys()
     require(known and mean_s > 0, f"kinds={','.join(kinds)}: choose of {', '.join(LASTS_S)}")

@@ -1,10 +1,10 @@
 """A network in memory, on virtual time: the same seed gives the same trace.
 
-Its peers are real `Node` objects: calls, streams, credit and roles are those of `colab_swarm.net`. Only their
+The simulated peers are real `Node` objects: calls, streams, credit and roles are those of `colab_swarm.net`. Only their
 connections are simulated, without a handshake and encryption. A packet leaves through the sender's upload pipe, first
-in, first out. It travels for the pair's latency and enters through the receiver's download pipe; its first bit may
-enter before its last one leaves. A lost packet costs a retransmission. During a partition, packets wait at the far end:
-TCP delivers them once the partition heals.
+in, first out. It travels for the latency of the pair, and enters through the receiver's download pipe. Its first bit
+may enter before its last bit leaves. A lost packet is sent again, which takes time. During a partition, packets wait
+at the receiving end, because TCP delivers them once the partition heals.
 """
 
 import asyncio
@@ -36,19 +36,19 @@ from colab_swarm.sim.profiles import LAN, HostProfile, NetworkProfile
 EPOCH = 1_750_000_000.0  # wall-clock time at virtual second 0
 SETTINGS = NodeSettings()
 SILENCE_S = 3 * SETTINGS.keep_alive_s
-"""Connections that a partition silences for this long break, as keep-alive would find. Nobody pings in a simulation."""
+"""Connections that a partition silences for this long break, as by keep-alive; there are no pings in a simulation."""
 _BUSY_BYTES = 1 << 16  # less traffic in a second says nothing about the rate
 DIAL_ROUND_TRIPS = 3  # TCP, the WebSocket upgrade, the handshake
 
 
 class Pipe:
-    """One direction of a peer's connection: transfers follow each other."""
+    """One direction of a peer's connection; its transfers follow one another."""
 
     def __init__(self, rate_bps: float) -> None:
         self.most_bps = self.rate_bps = rate_bps
         self.free_at = 0.0
         self._second = -1
-        self._bytes_by_second = deque[int](maxlen=REMEMBERED_RATES)  # of busy ones, and of the present one
+        self._bytes_by_second = deque[int](maxlen=REMEMBERED_RATES)  # of busy seconds, and of the present one
 
     def transfer(self, size_bytes: int, now: float, *, slowness: float) -> tuple[float, float]:
         """Queue ``size_bytes``; return when the first and the last bit pass."""
@@ -65,14 +65,15 @@ class Pipe:
 
     @property
     def peak_bps(self) -> float | None:
-        """The best rate of the last busy seconds."""
+        """The highest rate of the last busy seconds."""
         return max((8.0 * busy for busy in self._bytes_by_second if busy >= _BUSY_BYTES), default=None)
 
 
 class SimCarrier(Loopback):
     """One end of a connection between two peers, and the packets in flight from it.
 
-    Timers say when a packet passes, the queues say which one: the event loop may swap timers of one time.
+    Timers only tell when a packet arrives. Queues tell which packet it is, because the event loop may swap timers that
+    are due at the same time.
     """
 
     def __init__(self, network: "SimNetwork", near: "SimPeers", far: "SimPeers", latency_s: float) -> None:
@@ -91,7 +92,7 @@ class SimCarrier(Loopback):
 
     @property
     def rtt_s(self) -> float:
-        """Round-trip time without jitter."""
+        """Round-trip time without jitter, in seconds."""
         return 2 * self.latency_s * max(self.near.slowness, self.far.slowness) * self._network.latency_factor
 
     @property
@@ -101,7 +102,7 @@ class SimCarrier(Loopback):
         return self._leaving_bytes
 
     def carry(self, size_bytes: int, arrive: Callable[[], None]) -> None:
-        size_bytes += 84  # headers of TCP/IP and WebSocket, and the seal
+        size_bytes += 84  # headers of TCP/IP and WebSocket, and the encryption's tag
         self._in_flight.append(arrive)
         slowness = self.near.slowness / self._network.width
         now = self._loop.time()
@@ -148,14 +149,14 @@ class SimCarrier(Loopback):
             self._in_flight.popleft()()
 
     def resume(self) -> None:
-        """Deliver what a healed partition had held up."""
+        """Deliver the packets that waited during a partition."""
         held_up = self._held_up
         self._held_up = 0
         for _ in range(held_up):
             self._pass()
 
     def abort(self, reason: str = "") -> None:
-        """Cut the connection: what is in flight is lost, and the other end notices after the latency."""
+        """Cut the connection: packets in flight are lost, and the other end notices after the latency."""
         if self.open:
             self.open = self.other.open = False
             for end in (self, self.other):
@@ -165,7 +166,7 @@ class SimCarrier(Loopback):
 
 
 class SimLink(Link):
-    """A real link that shows each decoded message to the network, where a fault may break it."""
+    """A real link that shows each decoded message to the `SimNetwork`, where a fault may break the link."""
 
     def __init__(
         self, network: "SimNetwork", own: "SimPeers", remote: Remote, *, carrier: Loopback, **parts: Any
@@ -194,7 +195,7 @@ class SimLink(Link):
         return handler, message
 
     def _breaks_at(self, message: Message) -> bool:
-        """Fire the faults that wait for this message; return True if one has broken the link."""
+        """Let the faults happen that wait for this message; return True if one of them has broken the link."""
         was_open = self._wire.open
         network = self._network
         sender = network.by_id[self.peer].name
@@ -205,12 +206,12 @@ class SimLink(Link):
 
 
 class SimPeers(Node):
-    """A `Node` on the simulated network: its links run over `SimCarrier`. Made by `SimNetwork.peer`.
+    """A `Node` on the simulated network, whose links run over `SimCarrier`. `SimNetwork.peer` makes it.
 
     Attributes:
-        role: its role at the other peers.
+        role: the role that other peers give it.
         up: False once it crashed or left.
-        slowness: multiplies its transfer times and latency.
+        slowness: factor on its transfer times and its latency.
     """
 
     def __init__(self, network: "SimNetwork", name: str, *, host: HostProfile, role: Role) -> None:
@@ -232,7 +233,7 @@ class SimPeers(Node):
 
     async def link_to(self, peer: PeerId, timeout_s: float) -> Link:
         if not self.up:
-            await asyncio.sleep(0.01)  # at 0, a loop of retries would stop the clock
+            await asyncio.sleep(0.01)  # without it, a loop of retries would stop the virtual clock
             raise PeerLost(f"{self.name} is down")
         return await super().link_to(peer, timeout_s)
 
@@ -254,7 +255,7 @@ class SimPeers(Node):
         except TimeoutError:
             raise unanswered from None
         require(other.id == peer, f"peer {short(other.id)} answered, {short(peer)} was expected", WrongPeer)
-        return self.table.best(peer) or self._connect(other, latency_s)  # it may have dialled us meanwhile
+        return self.table.best(peer) or self._connect(other, latency_s)  # the other may have dialled
 
     def _connect(self, other: "SimPeers", latency_s: float) -> Link:
         other.require_room()
@@ -267,7 +268,7 @@ class SimPeers(Node):
         return link
 
     def accept(self, other: "SimPeers", carrier: SimCarrier, *, dialled: bool) -> Link:
-        """Return the link over this end of a new connection, as after a handshake."""
+        """Return the link over this end of a new connection, as if a handshake were complete."""
         clock = other._own_time()
         remote = Remote(other.contact, other.public_key, role=other.role, time=clock)
         return self._on_introduced(Path(), dialled, carrier, remote, 0.0)
@@ -292,7 +293,7 @@ class SimPeers(Node):
         await super().close()
 
     def when_down(self, callback: Callable[[], object]) -> None:
-        """Call ``callback()`` when this peer crashes, so that its other tasks can end too."""
+        """Call ``callback()`` when this peer crashes, so that its other tasks can end, too."""
         self._down_callbacks.append(callback)
 
     def crash(self) -> None:
@@ -308,7 +309,7 @@ class SimPeers(Node):
 
 @dataclass(frozen=True)
 class ScriptedFault:
-    """A fault that happened, or is due, at ``at`` (virtual seconds). ``name``: a method of `Script`."""
+    """A fault that happened, or will happen, at ``at`` (virtual seconds). ``name`` is a method of `Script`."""
 
     at: float
     name: str
@@ -316,21 +317,21 @@ class ScriptedFault:
 
 
 class Script:
-    """The faults; ``schedule(name, *arguments)`` decides when each one happens."""
+    """The faults that can be scripted; ``schedule(name, *arguments)`` decides when each one happens."""
 
     def __init__(self, schedule: Callable[..., object]) -> None:
         self._schedule = schedule
 
     def crash(self, peer: str) -> None:
-        """Kill the peer's process: its links break, other peers notice after a moment, and nobody can dial it."""
+        """Kill the peer's process: its links break, which others notice after a moment, and it cannot be dialled."""
         self._schedule("crash", peer)
 
     def restart(self, peer: str) -> None:
-        """Make a crashed peer dialable again, with the handlers it had and no link."""
+        """Start a crashed peer again: it can be dialled, has the same handlers as before, and no links."""
         self._schedule("restart", peer)
 
     def partition(self, *groups: set[str]) -> None:
-        """Drop traffic between different groups; peers in no group reach everyone."""
+        """Stop traffic between different groups; peers that are in no group reach all others."""
         self._schedule("partition", *groups)
 
     def heal(self) -> None:
@@ -338,15 +339,15 @@ class Script:
         self._schedule("heal")
 
     def cut(self, peer: str, seconds: float) -> None:
-        """Drop the peer's traffic for ``seconds``."""
+        """Stop the peer's traffic for ``seconds``."""
         self._schedule("cut", peer, seconds)
 
     def freeze(self, peer: str, seconds: float) -> None:
-        """Freeze the peer's process for ``seconds``: it computes nothing and its traffic is dropped; timers run on."""
+        """Freeze the peer's process for ``seconds``: it computes nothing and its traffic stops; timers run on."""
         self._schedule("freeze", peer, seconds)
 
     def slow(self, peer: str, factor: float) -> None:
-        """Make the peer's connection ``factor`` times slower than its profile, in rate and latency."""
+        """Make the peer's connection ``factor`` times slower than in its profile, in bandwidth and latency."""
         self._schedule("slow", peer, factor)
 
     def skew(self, peer: str, seconds: float) -> None:
@@ -354,7 +355,7 @@ class Script:
         self._schedule("skew", peer, seconds)
 
     def lose(self, rate: float) -> None:
-        """Retransmit this share of all messages."""
+        """Lose this fraction of all messages, which are then retransmitted."""
         self._schedule("lose", rate)
 
     def latency(self, factor: float) -> None:
@@ -370,12 +371,12 @@ class SimNetwork:
     """Peers, the connections between them and scripted faults. Make it inside `run_virtual`.
 
     Attributes:
-        loss: share of packets that need a retransmission.
-        latency_factor, width: multiply the profile's latency and bandwidths.
-        fired, coming: scripted faults that happened, and those scheduled by `at`.
-        traps: faults that wait for a message: whether it is the one, and what then happens.
-        by_name, by_id, by_address: the peers, up or not.
-        on_fault: called when a fault happens.
+        loss: fraction of packets that need a retransmission.
+        latency_factor, width: factors on the profile's latency and on its bandwidths.
+        fired, coming: scripted faults that have happened, and those that `at` has scheduled.
+        traps: faults that wait for a message: a function that recognizes the message, and the fault.
+        by_name, by_id, by_address: the peers, whether they are up or not.
+        on_fault: function that is called when a fault happens.
     """
 
     def __init__(self, profile: NetworkProfile = LAN, *, seed: int = 0) -> None:
@@ -406,12 +407,12 @@ class SimNetwork:
         host_profile: HostProfile | None = None,
         role: Role = Role.WORKER,
     ) -> SimPeers:
-        """Add a peer, or a new process of one that crashed or left; ValueError if it is up.
+        """Add a peer, or a new process of a peer that crashed or left; raises ValueError if the peer is up.
 
         Args:
-            listen: whether others can dial it; without, it is in client mode.
-            host_profile: its bandwidth, if not the next of the network's profile.
-            role: its role at the other peers; in an open run all peers are workers.
+            listen: whether others can dial the peer; if False, it is in client mode.
+            host_profile: the peer's bandwidth; None for the next one in the network's profile.
+            role: the role that other peers give it; in an open run all peers are workers.
         """
         require(not self.is_up(name), f"{name} is already up")
         host = host_profile or self.profile.hosts[len(self.by_name) % len(self.profile.hosts)]
@@ -470,8 +471,8 @@ class SimNetwork:
     ) -> Script:
         """Script a fault for the moment just before the ``nth`` matching message reaches its receiver.
 
-        If the fault breaks the link between the two, the message is not delivered. Calls, replies,
-        openings of streams and their items count.
+        If the fault breaks the link between sender and receiver, the message is not delivered. The messages of calls,
+        replies, openings of streams and stream items count.
         """
 
         def set_trap(name: str, *arguments: Any) -> None:
@@ -486,11 +487,11 @@ class SimNetwork:
         return Script(set_trap)
 
     def now(self) -> Script:
-        """Let a fault happen at once."""
+        """Script a fault that happens immediately."""
         return Script(self.fire)
 
     def fire(self, name: str, *arguments: Any) -> None:
-        """Let a fault happen now and record it."""
+        """Let a fault happen now, and record it."""
         self.fired.append(ScriptedFault(self.loop.time(), name, arguments))
         self.on_fault(self.fired[-1])
         match name, *arguments:
@@ -522,10 +523,10 @@ class SimNetwork:
         self._break_later(
             lambda *ends: one in ends and self._silent_until.get(one) == until > self.loop.time()
         )
-        self.loop.call_at(until + 1e-6, self._resume)  # a loop calls what is due within its resolution
+        self.loop.call_at(until + 1e-6, self._resume)  # later, because a loop may call a timer slightly early
 
     def frozen_s(self, name: str) -> float:
-        """Return for how long the peer computes nothing yet."""
+        """Return for how many more seconds the peer is frozen."""
         return max(0.0, self._frozen_until.get(name, 0.0) - self.loop.time())
 
     def _resume(self) -> None:
@@ -533,7 +534,7 @@ class SimNetwork:
             carrier.resume()
 
     def _break_later(self, silent: Callable[..., bool]) -> None:
-        """Break the connections that are ``silent(one, other)`` when the keep-alive would notice."""
+        """Break the connections for which ``silent(one, other)`` is true, at the time when keep-alive would notice."""
 
         def break_silent() -> None:
             for carrier in self._carriers():
@@ -547,7 +548,7 @@ class SimNetwork:
         self.loop.call_later(SILENCE_S, break_silent)
 
     def _carriers(self) -> list[SimCarrier]:
-        """Return both ends of every connection that one of them still uses."""
+        """Return both ends of every connection that is still open at one end."""
         ends = [link.carrier for peer in self.by_name.values() for link in peer.table]
         carriers: dict[SimCarrier, None] = {}
         for end in ends:
@@ -563,5 +564,5 @@ class SimNetwork:
         return None not in sides and sides[0] is not sides[1]
 
     def wall_clock(self, name: str) -> float:
-        """Return what the peer's own clock shows, seconds since the epoch."""
+        """Return the time that the peer's own clock shows, in seconds since the epoch."""
         return EPOCH + self.loop.time() + self._skews.get(name, 0.0)

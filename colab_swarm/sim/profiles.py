@@ -11,7 +11,7 @@ GIGABIT = 1e9
 
 @dataclass(frozen=True)
 class HostProfile:
-    """Bandwidth of one peer's connection, bits per second; infinite if not given."""
+    """Bandwidth of one peer's connection, in bits per second; infinite if not given."""
 
     upload_bps: float = math.inf
     download_bps: float = math.inf
@@ -22,12 +22,12 @@ class NetworkProfile:
     """A kind of network.
 
     Attributes:
-        name: for people.
+        name: name for people.
         latency_s: mean one-way delay over all pairs of peers.
-        spread: relative spread of a pair's own delay around that mean (sigma of a log-normal).
-        jitter_s: mean of the exponential part of the delay, drawn for each message; part of ``latency_s``.
-        loss: share of messages that need a retransmission: TCP turns loss into delay.
-        hosts: bandwidths, given to the peers in the order they are made, repeated.
+        spread: relative spread of the pairs' delays around this mean (sigma of a log-normal distribution).
+        jitter_s: mean of a random exponential part of the delay, drawn for each message; included in ``latency_s``.
+        loss: fraction of messages that need a retransmission, because TCP turns loss into delay.
+        hosts: bandwidths of the peers, in the order in which peers are made; the list is repeated.
     """
 
     name: str
@@ -38,7 +38,7 @@ class NetworkProfile:
     hosts: tuple[HostProfile, ...] = (HostProfile(),)
 
     def pair_latency_s(self, one: str, other: str, *, seed: int) -> float:
-        """Return the one-way delay of a pair of peers without jitter; it does not depend on other peers."""
+        """Return the one-way delay of a pair of peers without jitter. The delay does not depend on other peers."""
         mean_s = self.latency_s - self.jitter_s
         if not self.spread:
             return mean_s
@@ -71,7 +71,7 @@ PROFILES = {profile.name: profile for profile in (LAN, HOME, DEDLOC16, PAPER_CLO
 
 @dataclass(frozen=True)
 class ChurnEvent:
-    """``peer`` appears (``online``) or vanishes at ``at`` seconds."""
+    """At ``at`` seconds, ``peer`` comes online or, if ``online`` is False, vanishes."""
 
     at: float
     peer: str
@@ -80,7 +80,7 @@ class ChurnEvent:
 
 @dataclass(frozen=True)
 class ChurnProfile:
-    """Peers stay, and stay away, for exponentially distributed times with these means."""
+    """Peers stay online, and stay away, for exponentially distributed times with these means."""
 
     mean_session_s: float
     mean_absence_s: float

@@ -1,11 +1,11 @@
-"""Virtual time, and peers' ordinary blocking code on it.
+"""Virtual time, and a runtime in which the peers' ordinary blocking code runs on it.
 
-The clock of a `VirtualTimeLoop` jumps to the next timer as soon as nothing else is ready. It stands still while
-callbacks are ready, so a simulated day takes as long as its computations, and a run depends on its seeds alone.
+The clock of a `VirtualTimeLoop` jumps to the next timer as soon as no callback is ready. It stands still while
+callbacks are ready. So a simulated day takes only as long as its computations, and a run depends only on its seeds.
 
-In a `SimRuntime` each simulated peer runs the user's training function in a thread of its own. Exactly one thread runs
-at any moment: the loop's, or one peer's. A peer's thread runs until its next blocking call, while virtual time stands
-still. So there is no race between threads.
+In a `SimRuntime`, each simulated peer runs the user's training function in its own thread. Exactly one thread runs
+at any moment: that of the loop, or that of one peer. A peer's thread runs until its next blocking call, while virtual
+time stands still. So there are no races between threads.
 """
 
 import asyncio
@@ -23,13 +23,13 @@ Ts = TypeVarTuple("Ts")
 
 
 class _JumpingSelector(selectors.DefaultSelector):
-    """Instead of waiting ``timeout`` seconds, advances the loop's clock by as much."""
+    """A selector that does not wait for ``timeout`` seconds, but moves the loop's clock forward by this time."""
 
     loop: "VirtualTimeLoop"
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
         if timeout is not None and timeout <= 0:
-            return []  # callbacks are ready, those of other threads too: no need to ask the system each time
+            return []  # callbacks are ready, so the system need not be asked each time
         ready = super().select(0)
         if ready:
             return ready
@@ -53,27 +53,27 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
         return self.now
 
     def run_in_executor(self, executor: Any, func: Callable[[*Ts], T], *args: *Ts) -> asyncio.Future[T]:
-        """Call ``func`` at once: a pool thread would finish at a moment that no seed decides."""
+        """Call ``func`` immediately, because a pool thread would finish at a time that no seed determines."""
         done: asyncio.Future[T] = self.create_future()
         try:
             done.set_result(func(*args))
-        except Exception as error:  # not contained: raised where the future is awaited
+        except Exception as error:  # raised where the future is awaited
             done.set_exception(error)
         return done
 
 
 def run_virtual(main: Coroutine[Any, Any, T]) -> T:
-    """Run ``main`` on a new virtual clock, cancel the tasks it leaves; RuntimeError at a deadlock."""
+    """Run ``main`` on a new virtual clock, then cancel all tasks that it left; raises RuntimeError at a deadlock."""
     with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
         return runner.run(main)
 
 
 class SimulationStopped(BaseException):
-    """Raised in a peer's thread when the simulation is closed; not an Exception, so that the thread unwinds."""
+    """Raised in a peer's thread when the simulation is closed; no `Exception`, so that user code does not catch it."""
 
 
 class _Turn:
-    """Hands control back and forth between the loop and one peer's thread."""
+    """Passes control back and forth between the loop's thread and one peer's thread."""
 
     def __init__(self) -> None:
         self.answered = threading.Semaphore(0)
@@ -83,7 +83,7 @@ class _Turn:
         self.stopped = False
 
     def run(self, coroutine: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
-        """On the peer's thread: let the loop run ``coroutine``; return when it is done."""
+        """Let the loop run ``coroutine``, and wait until it is done. Called on the peer's thread."""
         if self.stopped:
             coroutine.close()
             raise SimulationStopped
@@ -95,13 +95,13 @@ class _Turn:
         return self.task
 
     def next_call(self) -> Coroutine[Any, Any, Any] | None:
-        """On the loop's thread: wait for the peer's next call; None if its thread ended."""
+        """Wait for the peer's next call; return None if its thread has ended. Called on the loop's thread."""
         self.parked.acquire()
         return self.wanted
 
 
 class SimRuntime:
-    """A `Runner` on virtual time, for the thread that made it and for the peers' threads it starts."""
+    """A `Runner` on virtual time, for the thread that made it and for the peers' threads that it starts."""
 
     def __init__(self) -> None:
         self.loop = VirtualTimeLoop()
@@ -121,7 +121,7 @@ class SimRuntime:
         pass  # no thread waits on virtual time
 
     def _drive(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Run the loop until ``coroutine`` is done, in a thread: a notebook's own thread has a loop running already."""
+        """Run the loop in another thread until ``coroutine`` is done: a notebook's thread has a running loop."""
         task = self.loop.create_task(coroutine)
         task.add_done_callback(lambda _: self.loop.stop())
         done: Future[None] = Future()
@@ -130,7 +130,7 @@ class SimRuntime:
             try:
                 self.loop.run_forever()
                 done.set_result(None)
-            except RuntimeError as error:  # deadlock: nothing would ever happen again
+            except RuntimeError as error:  # a deadlock: no timer and no callback is left
                 done.set_exception(error)
 
         threading.Thread(target=body, name="colab-swarm-simulation", daemon=True).start()
@@ -143,7 +143,7 @@ class SimRuntime:
         return task.result()
 
     async def run_thread(self, work: Callable[[], T], name: str) -> T:
-        """Run blocking ``work`` in a thread that takes turns with the loop; its error is raised here."""
+        """Run blocking ``work`` in a thread that takes turns with the loop; an error of ``work`` is raised here."""
         turn = _Turn()
         finished = Future[T]()
 
@@ -151,7 +151,7 @@ class SimRuntime:
             self._turns[threading.get_ident()] = turn
             try:
                 finished.set_result(work())
-            except BaseException as error:  # raised in the awaiting task, SimulationStopped included
+            except BaseException as error:  # raised in the awaiting task, even SimulationStopped
                 finished.set_exception(error)
             finally:
                 del self._turns[threading.get_ident()]
@@ -171,15 +171,15 @@ class SimRuntime:
                 turn.task.cancel()
             turn.stopped = True
             turn.answered.release()
-            turn.next_call()  # every later call of the peer raises SimulationStopped
+            turn.next_call()  # from now on, every call of the peer raises SimulationStopped
             raise
         error = finished.exception()
-        if isinstance(error, SystemExit | KeyboardInterrupt):  # these would end the loop
+        if isinstance(error, SystemExit | KeyboardInterrupt):  # raised here, these would end the loop
             raise RuntimeError(f"{name} called for the end of the whole process") from error
         return finished.result()
 
     def close(self) -> None:
-        """Cancel all tasks, let the peers' threads unwind and close the loop. Idempotent."""
+        """Cancel all tasks, end the peers' threads and close the loop. Idempotent."""
         if not self.loop.is_closed():
             self._drive(self._cancel_all())
             self.loop.close()

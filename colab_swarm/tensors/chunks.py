@@ -1,12 +1,12 @@
 """A state as hashed chunks, fetched from several donors at once. Does not import torch.
 
-Format. The state is the bytes of a safetensors file (`tensors.statedict`), its *blob*. A `Manifest`
-has the BLAKE3 hash of each chunk of it; its own is the *root*, which names the state.
+Format. The *blob* of a state is the bytes of a safetensors file (`tensors.statedict`). A `Manifest`
+contains the BLAKE3 hash of each chunk of the blob. The hash of the manifest is the *root*, which identifies the state.
 
-Fetching. One worker per donor takes chunks from a common queue, and asks for twice as many after
-each quick answer. A chunk is accepted by its hash and length only: a donor that lies, stalls or
-vanishes costs the chunks in flight, which the others send again. Once another donor has nothing left to
-request, a donor has `SILENCE_S` for those in flight.
+Fetching. For each donor, a worker takes chunks from a common queue. After each quick answer it requests twice as many.
+A chunk is accepted only if its hash and length are right. If a donor lies, stalls or vanishes, only the chunks
+in flight are lost, and the other donors send them. Once another worker finds the queue empty, a donor has `SILENCE_S`
+for the chunks in flight.
 """
 
 import asyncio
@@ -45,10 +45,10 @@ MAX_STATE_BYTES = MAX_CHUNKS * MAX_PAYLOAD_BYTES
 MAX_STEP = 1 << 48
 DIGEST_BYTES = 32
 REQUEST_CHUNKS = 8
-CHUNK_TIMEOUT_S = 30.0  # for the chunks of one request to a donor, and for the first contact with it
-SILENCE_S = 5.0  # for a donor, once another one has answered, or has nothing left to send
-BAR_AFTER_S = 2.0  # a download that is done sooner shows no bar
-QUICK_S = CHUNK_TIMEOUT_S / 8  # after a request that took less, the next one has twice as many chunks
+CHUNK_TIMEOUT_S = 30.0  # for the chunks of one request to a donor, and for the first contact with the donor
+SILENCE_S = 5.0  # how long a donor may be silent once another one has answered, or has nothing left to send
+BAR_AFTER_S = 2.0  # a download that ends sooner shows no progress bar
+QUICK_S = CHUNK_TIMEOUT_S / 8  # if a request takes less, the next one is for twice as many chunks
 
 Digest = Annotated[bytes, msgspec.Meta(min_length=DIGEST_BYTES, max_length=DIGEST_BYTES)]
 
@@ -58,21 +58,21 @@ def digest_of(data: Buffer) -> bytes:
 
 
 class Manifest(Message, frozen=True):
-    """Description of a state in chunks; its ``subject`` is a run's lineage, or an expert's name."""
+    """Description of a state in chunks; ``subject`` is a run's lineage, or an expert's name."""
 
     subject: Annotated[bytes, msgspec.Meta(max_length=256)]
-    step: Annotated[int, msgspec.Meta(ge=0, lt=MAX_STEP)]  # optimizer steps in it
-    size_bytes: Annotated[int, msgspec.Meta(ge=0, le=MAX_STATE_BYTES)]  # of the blob
-    digests: bytes  # of each chunk, joined
+    step: Annotated[int, msgspec.Meta(ge=0, lt=MAX_STEP)]  # number of optimizer steps in the state
+    size_bytes: Annotated[int, msgspec.Meta(ge=0, le=MAX_STATE_BYTES)]  # size of the blob
+    digests: bytes  # the digests of all chunks, joined
 
     def __post_init__(self) -> None:
         require(len(self.digests) == DIGEST_BYTES * self.chunks, "a manifest's sizes do not add up")
 
     @classmethod
     def decode(cls, data: Buffer) -> "Manifest":
-        """Decode a stranger's manifest; raise StateError unless it is valid, in its one spelling."""
+        """Decode a stranger's manifest; raise StateError unless it is valid and encoded in the standard way."""
         manifest = decoded(data, cls, "the manifest of a state cannot be read", StateError)
-        if msgspec.msgpack.encode(manifest) != data:  # its hash and size would be another's
+        if msgspec.msgpack.encode(manifest) != data:  # else its hash would differ
             raise StateError("the manifest of a state is not encoded as we do")
         return manifest
 
@@ -82,7 +82,7 @@ class Manifest(Message, frozen=True):
 
     @property
     def root(self) -> bytes:
-        """Digest of the manifest, which names the whole state."""
+        """Digest of the manifest, which identifies the whole state."""
         return digest_of(msgspec.msgpack.encode(self))
 
     def digest(self, chunk: int) -> bytes:
@@ -111,7 +111,10 @@ class Snapshot:
 
     @classmethod
     def of(cls, subject: bytes, step: int, blob: Blob) -> "Snapshot":
-        """Hash a packed state (some GB/s: not on the event loop); raises StateError if it is too large."""
+        """Hash a packed state; raises StateError if it is too large.
+
+        Hashing runs at a few GB/s, so do not call this on the event loop.
+        """
         text = f"a state of {blob.nbytes:,} bytes is over the {MAX_STATE_BYTES:,} that peers share"
         require(blob.nbytes <= MAX_STATE_BYTES, text, StateError)
         view = memoryview(blob.data)
@@ -129,7 +132,7 @@ class Snapshot:
 
     @cached_property
     def chunks(self) -> dict[bytes, memoryview]:
-        """All chunks by digest; equal chunks once."""
+        """All chunks by digest; equal chunks are contained only once."""
         view = memoryview(self.blob.data)
         manifest = self.manifest
         return {manifest.digest(chunk): view[manifest.span(chunk)] for chunk in range(manifest.chunks)}
@@ -139,7 +142,7 @@ class Snapshot:
 
 
 class FetchChunks(Message, frozen=True):
-    """Opens a stream of the chunks with these digests, in this order. A subclass names the state."""
+    """Opens a stream of the chunks with these digests, in this order. Subclasses add which state is meant."""
 
     digests: Annotated[tuple[Digest, ...], msgspec.Meta(max_length=REQUEST_CHUNKS)]
 
@@ -151,7 +154,7 @@ class StateChunk(Message, frozen=True):
 async def send_chunks(
     request: FetchChunks, stream: Stream, read: Callable[[bytes], Awaitable[Buffer | None]]
 ) -> None:
-    """Send the requested chunks, as far as ``await read(digest)`` has them, and end the stream."""
+    """Send those requested chunks that ``await read(digest)`` returns, then end the stream."""
     for digest in request.digests:
         chunk = await read(digest)
         if chunk is None:
@@ -165,7 +168,7 @@ async def receive_chunk(
 ) -> memoryview:
     """Return the next chunk of a stream; ``size_bytes`` is None if its length is not known.
 
-    Raises StateError for another hash or length, TimeoutError or PeerError if it did not arrive.
+    Raises StateError if its hash or length is wrong, TimeoutError or PeerError if it did not arrive.
     """
     async with asyncio.timeout(timeout_s):
         _, payload = await stream.receive(StateChunk)
@@ -175,13 +178,16 @@ async def receive_chunk(
 
 
 def silence_s(peers: Node, donors: Iterable[PeerId]) -> float:
-    """Return how long to wait for these donors while others wait: `SILENCE_S`, and more over slow lines."""
+    """Return how long to wait for silent donors: `SILENCE_S`, and more if their lines are slow."""
     return SILENCE_S + max((allowance_s(peers.statistics(donor).rtt_s) for donor in donors), default=0.0)
 
 
 @contextmanager
 def progress_bar(size_bytes: int, title: str) -> Iterator[Callable[[int], object]]:
-    """Yield what counts the bytes of a bar, shown after `BAR_AFTER_S`; without a ``title`` there is none."""
+    """Yield a function that counts bytes for a progress bar, which is shown after `BAR_AFTER_S`.
+
+    Without a ``title`` there is no bar.
+    """
     if not title:
         yield lambda _: None
         return
@@ -192,10 +198,11 @@ def progress_bar(size_bytes: int, title: str) -> Iterator[Callable[[int], object
 
 
 class ChunkDownload:
-    """The first ``chunks`` of one manifest, or all, from any number of donors; it survives the loss of all of them.
+    """Downloads all chunks of a manifest, or the first ``chunks``, from any number of donors.
 
-    ``request(digests)`` makes the message that opens a stream of chunks. `run` fills ``blob``, and shows a bar of that
-    ``title`` if it takes a while; ``used`` are the donors that sent chunks.
+    If all donors are lost, the download can continue later with others. ``request(digests)`` makes the message that
+    opens a stream of chunks. `run` fills ``blob``, and shows a progress bar with this ``title`` if it takes a while.
+    ``used`` are the donors that sent chunks.
     """
 
     def __init__(
@@ -217,7 +224,7 @@ class ChunkDownload:
         self.used: set[PeerId] = set()
 
     def fill(self, read: Callable[[bytes], bytes | None]) -> None:
-        """Take the chunks that ``read(digest)`` returns; it may block: call this off the event loop."""
+        """Take the chunks that ``read(digest)`` returns. ``read`` may block, so do not call this on the event loop."""
         missing: list[int] = []
         for chunk in self._queue:
             data = read(self._manifest.digest(chunk))
@@ -228,19 +235,19 @@ class ChunkDownload:
         self._queue = missing
 
     async def run(self, donors: Iterable[PeerId], timeout_s: float = CHUNK_TIMEOUT_S) -> None:
-        """Fetch the missing chunks; raises StateError, and may run again, if all donors are lost.
+        """Fetch the missing chunks; raises StateError if all donors are lost, after which it may be called again.
 
-        ``timeout_s`` is for one request for some chunks.
+        ``timeout_s`` is the time limit for one request, which may be for several chunks.
         """
         left = [*donors]
         with progress_bar(self.blob.nbytes, self._title) as self._on_bytes:
-            while self._queue and left:  # the remaining donors send the chunks of a lost one
+            while self._queue and left:  # the remaining donors send what a lost one did not
                 left = await self._fetch_from(left, timeout_s)
         missing = f"{len(self._queue)} of {self._count} chunks did not arrive"
         require(not self._queue, missing, StateError)
 
     async def _fetch_from(self, donors: list[PeerId], timeout_s: float) -> list[PeerId]:
-        """Empty the queue once; return the donors that were not lost meanwhile."""
+        """Request chunks until the queue is empty; return the donors that were not lost meanwhile."""
         workers = {asyncio.create_task(self._work(donor, timeout_s)): donor for donor in donors}
         pending = set(workers)
         limit_s: float | None = None
@@ -258,7 +265,7 @@ class ChunkDownload:
         return [donor for worker, donor in workers.items() if worker not in pending and worker.result()]
 
     async def _work(self, donor: PeerId, timeout_s: float) -> bool:
-        """Request chunks of one donor until the queue is empty; return False if it is lost."""
+        """Request chunks from one donor until the queue is empty; return False if the donor is lost."""
         count = 1
         now = asyncio.get_running_loop().time
         while self._queue:
@@ -270,7 +277,7 @@ class ChunkDownload:
             except (PeerError, TimeoutError, StateError) as error:
                 logger.info("donor %s dropped: %s", short(donor), error)
                 return False
-            finally:  # cancelled, too
+            finally:  # also if this task is cancelled
                 self._queue += requested
             if now() - began < QUICK_S:
                 count = min(2 * count, REQUEST_CHUNKS)

@@ -10,8 +10,8 @@
     sparseloco  0.027            |x|; 1.5 sigma for the largest 1 in 64          the encoder refuses the vector
     topk:0.01   0.051            |x| unless it is among the largest 1 %          the encoder refuses the vector
 
-Use those after int8 with error feedback (`ErrorFeedback`), which sends the cut values later. All is
-little-endian. If the process has loaded torch, 16-bit casts use it, at ten times numpy's speed.
+Use the codecs below int8 with error feedback (`ErrorFeedback`), which sends the values that were cut off later. All
+numbers are little-endian. If the process has loaded torch, casts to 16 bits use torch, at ten times numpy's speed.
 """
 
 import re
@@ -55,36 +55,39 @@ class Codec(Protocol):
         """Return the exact size of ``numel`` encoded values."""
 
     def gamma(self, numel: int) -> float:
-        """Return the least known gamma, 0 to 1: ``||Q(w) - w||^2 <= gamma ||w||^2``.
+        """Return the smallest known gamma, from 0 to 1, for which ``||Q(w) - w||^2 <= gamma ||w||^2``.
 
         w has ``numel`` values, and Q(w) is the decoded encoding of w. Values beyond the codec's
         range, or too small to differ from 0, are excluded (Elastic Consistency, equation 25).
         """
 
     def encode(self, values: Floats) -> Buffer:
-        """Encode a contiguous vector, maybe as a view; from onebit on all refuse what is not finite."""
+        """Return a contiguous vector encoded, perhaps as a view.
+
+        onebit, sparseloco and topk raise ValueError if a value is not finite.
+        """
 
     def decode(self, buffer: Buffer, numel: int, *, scratch: Floats | None = None) -> Floats:
-        """Decode ``numel`` values: a view of ``buffer`` (read-only) or ``scratch``, or a new array.
+        """Return ``numel`` decoded values: a read-only view of ``buffer``, a view of ``scratch``, or a new array.
 
-        Raises ValueError if the buffer has another length than `encoded_bytes`, or invalid content.
+        Raises ValueError if the length of the buffer is not `encoded_bytes`, or if its content is invalid.
         """
 
 
 FLOAT16_MAX = 65504.0
 BFLOAT16_MAX = float(np.array([0x7F7F0000], np.uint32).view(np.float32)[0])
 _MAX_MEAN_GAMMA = 0.1
-SMALLEST_SCALED = np.float32(1e-35)  # below it 127 / max|block| would overflow
+SMALLEST_SCALED = np.float32(1e-35)  # for smaller values, 127 / max|block| would overflow
 LARGEST_SCALE = np.nextafter(np.float32(np.finfo(np.float32).max / 127), np.float32(0))
-# Cast at once: torch wakes a thread for each core at 32,768 values, which takes longer than the cast. Two peers on a
-# machine with 16 cores stood still by it.
+# Number of values in a cast. From 32,768 values on, torch wakes a thread for each core, which takes longer than the
+# cast. Two peers on a machine with 16 cores were blocked by this.
 _CAST_VALUES = 7 * BLOCK_VALUES
 
 
 def codec_of(name: str) -> Codec:
-    """Return the codec of a name in `CODECS`, or of topk:0.01 (any share).
+    """Return the codec with a name in `CODECS`, or with a name such as topk:0.01 (any fraction).
 
-    Raises ValueError if there is none, or the share is not written in its shortest form.
+    Raises ValueError if there is no such codec, or if the fraction is not written in its shortest form.
     """
     if name in CODECS:
         return CODECS[name]
@@ -97,7 +100,10 @@ def codec_of(name: str) -> Codec:
 
 
 def mean_codec_for(codec: str) -> str:
-    """Return the codec of the mean: a reducer keeps no residual, so it needs no error feedback."""
+    """Return the codec of the mean for contributions in ``codec``.
+
+    A reducer keeps no residual, so it must be a codec that needs no error feedback.
+    """
     if Precision(codec).widest.gamma(BLOCK_VALUES) <= _MAX_MEAN_GAMMA:
         return codec
     return "float16"
@@ -110,8 +116,8 @@ class Precision:
     Normalization layers and biases are few but sensitive (hivemind's SizeAdaptiveCompression).
     """
 
-    name: str  # of a codec, or adaptive
-    # values of small tensors, at the front of the vector; None: unknown, all values count as fine
+    name: str  # name of a codec, or adaptive
+    # number of values of small tensors, at the front of the vector; if None, all values count as fine
     fine: int | None = None
 
     def __post_init__(self) -> None:
@@ -125,7 +131,7 @@ class Precision:
 
     @property
     def widest(self) -> Codec:
-        """The largest codec that `at` may return, in bytes."""
+        """The codec with the most bytes that `at` may return."""
         if self.name == _ADAPTIVE:
             return CODECS["float16"]
         return codec_of(self.name)
@@ -154,7 +160,7 @@ class _Float32:
 
 
 class _Float16:
-    """IEEE half precision; larger values and infinities clamp to +-65504."""
+    """IEEE half precision; larger values and infinities are clamped to +-65504."""
 
     name = "float16"
 
@@ -166,7 +172,7 @@ class _Float16:
 
     def encode(self, values: Floats) -> Buffer:
         torch = sys.modules.get("torch")
-        if torch is None:  # loading it for a cast would take seconds
+        if torch is None:  # loading torch only for a cast would take seconds
             return _as_bytes(np.clip(values, -FLOAT16_MAX, FLOAT16_MAX).astype(np.float16))
         halves = torch.empty(len(values), dtype=torch.float16)
         pieces = zip(halves.split(_CAST_VALUES), torch.from_numpy(values).split(_CAST_VALUES), strict=True)
@@ -190,7 +196,7 @@ class _Float16:
 
 
 class _BFloat16:
-    """The upper half of a float32, rounded to nearest even; values beyond 3.39e38 and infinities clamp."""
+    """The upper half of a float32, rounded to nearest even; values beyond 3.39e38 and infinities are clamped."""
 
     name = "bfloat16"
 
@@ -261,7 +267,7 @@ class _Int8:
 
 
 class _OneBit:
-    """Positive values of a block of 4096 become their mean, the others theirs.
+    """In each block of 4096 values, positive values become the mean of these, and all others the mean of the others.
 
     Layout: two float32 means per block, then one bit per value (Elastic Consistency, section 5.2).
     """
@@ -299,16 +305,16 @@ class _OneBit:
 _ALL = _Float32(), _Float16(), _BFloat16(), _Int8(), _OneBit(), SparseLoCo()
 CODECS: dict[str, Codec] = {codec.name: codec for codec in _ALL}
 _ADAPTIVE = "adaptive"
-_PRECISIONS = (*CODECS, _ADAPTIVE)  # names for `Precision`, besides topk with a share
+_PRECISIONS = (*CODECS, _ADAPTIVE)  # names for `Precision`, in addition to topk
 
 
 class ErrorFeedback:
-    """The residual of one peer: what compression cut off one vector is sent with the next.
+    """The residual of one peer: what compression cuts off one vector is sent with the next vector.
 
     ``w = residual + g; send Q(w); residual <- w - Q(w)`` (Seide et al. 2014; Stich et al. 2018;
-    Elastic Consistency, section 5.2). A vector may be sent in pieces, and sending may fail: the
-    residual changes only in `settle`. Raises StateError if ``state``, a `state_dict` to resume
-    from, does not hold ``numel`` finite values.
+    Elastic Consistency, section 5.2). A vector may be sent in pieces, and sending may fail, so the
+    residual changes only in `settle`. ``state`` is a `state_dict` from which to resume; raises StateError if it does
+    not contain ``numel`` finite values.
     """
 
     def __init__(self, numel: int, state: Mapping[str, Any] | None = None) -> None:
@@ -329,15 +335,15 @@ class ErrorFeedback:
         self.residual[:] = residual
 
     def begin(self) -> None:
-        """Start sending a vector, or start again: pieces without a `cut_off` lose nothing."""
+        """Start sending a vector, or start again. Pieces for which `cut_off` is not called lose nothing."""
         self._cut.fill(0.0)
 
     def cut_off(self, start: int, wanted: Floats, arrived: Floats) -> None:
-        """Record the loss of the piece at ``start``: ``wanted``, with residual, decodes as ``arrived``."""
+        """Record the loss of the piece at ``start``: ``wanted`` includes the residual, and decodes as ``arrived``."""
         np.subtract(wanted, arrived, out=self._cut[start : start + len(wanted)])
 
     def encode(self, codec: Codec, start: int, values: Floats) -> tuple[Buffer, Floats]:
-        """Add the residual to the piece at ``start``; return it encoded, and as others decode it."""
+        """Add the residual to the piece at ``start``; return the sum in encoded form, and as others decode it."""
         wanted = values + self.residual[start : start + len(values)]
         encoded = codec.encode(wanted)
         arrived = codec.decode(encoded, len(wanted))
@@ -345,10 +351,10 @@ class ErrorFeedback:
         return encoded, arrived
 
     def settle(self, decay: float = 1.0) -> None:
-        """Keep the loss of a vector that arrived, times ``decay``, as the new residual."""
+        """Make the loss of a vector that arrived, times ``decay``, the new residual."""
         np.multiply(self._cut, np.float32(decay), out=self.residual)
 
     def state_dict(self) -> "dict[str, torch.Tensor]":
-        import torch  # here: a peer that only reduces runs without it
+        import torch  # imported here, because a peer that only reduces runs without torch
 
         return {"residual": torch.from_numpy(self.residual)}

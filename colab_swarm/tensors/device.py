@@ -1,8 +1,10 @@
-"""What passes between a device, such as a GPU, and main memory.
+"""Copies between a device, such as a GPU, and main memory.
 
-Gradients go through `copy_out` and `copy_in`, which wait; `carry_in` and `Arrival` copy beside computing.
+Gradients go through `copy_out` and `copy_in`, which wait for the copy. `carry_in` and `Arrival` copy while the device
+computes.
 
-A flag is one bit that a device computes. Its reader waits for the work before it, and for nothing that came later.
+A flag is one bit that a device computes. Reading a flag waits for work that was enqueued before the flag, but not for
+later work.
 """
 
 import functools
@@ -18,21 +20,21 @@ import torch
 from colab_swarm.runtime import free_ram_bytes
 from colab_swarm.tensors.vectors import Buffer, Floats
 
-_MAIN_MEMORY: tuple[str, ...] = ("cpu",)  # types of devices whose tensors lie there
+_MAIN_MEMORY: tuple[str, ...] = ("cpu",)  # types of devices whose tensors are in main memory
 _MOST_STAGED_BYTES = 1 << 22
-# Of free main memory, what three vectors may keep pinned, where a GPU reads and writes it several times as fast.
+# The part of free main memory that three vectors may pin. A GPU reads and writes pinned memory several times as fast.
 _PINNED_SHARE = 1 / 8
-_SPARE_SHARE = 1 / 16  # of a device's memory, for what a longer text takes
+_SPARE_SHARE = 1 / 16  # part of a device's memory that is kept free, for example for a longer text in a batch
 
 
 def in_main_memory(device: torch.device) -> bool:
-    """Return True if the CPU reads these tensors: nothing is copied then, and no flag is waited for."""
+    """Return True if the CPU reads tensors of this device directly, without a copy and without waiting for flags."""
     return device.type in _MAIN_MEMORY
 
 
 @dataclass
 class Copied:
-    """Bytes that this process has copied out of devices and into them."""
+    """Counts the bytes that this process has copied out of devices and into devices."""
 
     out_bytes: int = 0
     in_bytes: int = 0
@@ -42,14 +44,14 @@ copied = Copied()
 
 
 def copy_out(source: torch.Tensor, target: torch.Tensor) -> None:
-    """Copy a tensor to one in main memory, and wait until it is there."""
+    """Copy a tensor to a tensor in main memory, and wait until the copy is complete."""
     if not in_main_memory(source.device):
         copied.out_bytes += source.nbytes
     target.copy_(source)
 
 
 def copy_in(source: torch.Tensor, target: torch.Tensor) -> None:
-    """Copy a tensor in main memory to one that may be on a device; the source may be changed afterwards."""
+    """Copy a tensor in main memory to a tensor that may be on a device; afterwards the source may be changed."""
     if not in_main_memory(target.device):
         copied.in_bytes += source.nbytes
     target.copy_(source)
@@ -63,9 +65,9 @@ def host_copy(tensor: torch.Tensor, *, pinned: bool = False) -> torch.Tensor:
 
 
 def to_host(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor itself if it is in main memory, else a copy there that does not last.
+    """Return the tensor itself if it is in main memory, else a copy there for short-term use.
 
-    A short one of a GPU's is pinned: torch keeps such memory for the next.
+    A short copy from a GPU is in pinned memory, which torch reuses for the next copy.
     """
     if in_main_memory(tensor.device):
         return tensor
@@ -74,7 +76,7 @@ def to_host(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return a tensor in main memory itself if the device reads it there, else a copy."""
+    """Return a tensor in main memory itself if the device can read it there, else a copy on the device."""
     if in_main_memory(device):
         return tensor
     copy = torch.empty_like(tensor, device=device)
@@ -83,7 +85,7 @@ def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def moved(tensor: torch.Tensor, device: torch.device | None) -> torch.Tensor:
-    """Return the tensor on a device, or, with None, in main memory; itself if it lies there."""
+    """Return the tensor on a device or, with None, in main memory; if it is there already, the tensor itself."""
     target = device or torch.device("cpu")
     if tensor.device == target:
         return tensor
@@ -93,7 +95,7 @@ def moved(tensor: torch.Tensor, device: torch.device | None) -> torch.Tensor:
 
 
 def from_buffer(payload: Buffer, device: torch.device) -> torch.Tensor:
-    """Return bytes (uint8) that arrived, on a device."""
+    """Return received bytes as a uint8 tensor on a device."""
     is_pinned = device.type == "cuda"
     staged = torch.empty(len(payload), dtype=torch.uint8, device="cpu", pin_memory=is_pinned)
     staged.numpy()[:] = np.frombuffer(payload, np.uint8)
@@ -101,14 +103,14 @@ def from_buffer(payload: Buffer, device: torch.device) -> torch.Tensor:
 
 
 def floats_of(values: torch.Tensor) -> Floats:
-    """Return float32 values in main memory: a view if they are there."""
+    """Return float32 values in main memory; a view if they are there already."""
     floats: Floats = to_host(values).numpy()
     return floats
 
 
 def host_values(numel: int, device: torch.device) -> Floats:
-    """Return new main memory for values that go to and come from this device."""
-    # Torch takes a power of two.
+    """Return new main memory for values that are copied to and from this device."""
+    # For pinned memory, torch allocates a power of two.
     pinned_bytes = 1 << (4 * numel).bit_length()
     if device.type == "cuda" and 3 * pinned_bytes <= _PINNED_SHARE * (free_ram_bytes() or 0):
         pinned: Floats = torch.empty(numel, dtype=torch.float32, device="cpu", pin_memory=True).numpy()
@@ -117,7 +119,7 @@ def host_values(numel: int, device: torch.device) -> Floats:
 
 
 def hand_over(tensors: Iterable[torch.Tensor]) -> None:
-    """Wait until these are computed: another thread goes on with them, maybe on another stream of their GPU."""
+    """Wait until these tensors are computed, because another thread will use them, perhaps on another GPU stream."""
     for device in {tensor.device for tensor in tensors}:
         if device.type == "cuda":
             torch.cuda.current_stream(device).synchronize()
@@ -125,7 +127,7 @@ def hand_over(tensors: Iterable[torch.Tensor]) -> None:
 
 @contextmanager
 def beside(devices: Iterable[torch.device]) -> Iterator[None]:
-    """Let what follows run beside what these devices compute for others, and wait for it at the end."""
+    """Run the ``with`` block on separate streams, beside other work of these devices, and wait for it at the end."""
     streams = [_beside(device, "round") for device in devices if device.type == "cuda"]
     with ExitStack() as entered:
         for stream in streams:
@@ -136,7 +138,7 @@ def beside(devices: Iterable[torch.device]) -> Iterator[None]:
 
 
 def spare_bytes(device: torch.device) -> float:
-    """Return how much of a device's memory is free though all is allocated that once was; infinite if not known."""
+    """Return how much of a device's memory is free even at the highest use so far; infinite if not known."""
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         returned = torch.cuda.max_memory_reserved(device) - torch.cuda.memory_reserved(device)
@@ -148,13 +150,13 @@ def spare_bytes(device: torch.device) -> float:
 
 @functools.cache
 def _beside(device: torch.device, way: str) -> torch.cuda.Stream:
-    # one a way: what comes in for the next batch must not queue behind what goes out after this one
+    # One stream for each direction, so that the next batch's input does not wait for this batch's output.
     stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     return stream
 
 
 def carry_in(values: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return these values on the device: copied beside what it computes now, if their memory is pinned."""
+    """Return these values on the device; if their memory is pinned, they are copied while the device computes."""
     if device.type != "cuda":
         return values.to(device)
     beside = _beside(device, "in")
@@ -167,13 +169,13 @@ def carry_in(values: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def carry_numbers(numbers: Sequence[float], device: torch.device) -> torch.Tensor:
-    """Return these numbers on the device, as float32; nothing waits for it."""
+    """Return these numbers as a float32 tensor on the device, without waiting for the copy."""
     is_pinned = device.type == "cuda"
     return carry_in(torch.tensor(numbers, dtype=torch.float32, device="cpu", pin_memory=is_pinned), device)
 
 
 class Arrival:
-    """A tensor on its way to main memory, beside what its device computes next. `read` waits for it."""
+    """A tensor that is being copied to main memory while its device computes on. `read` waits for the copy."""
 
     def __init__(self, value: torch.Tensor) -> None:
         self._copy = value
@@ -194,7 +196,7 @@ class Arrival:
 
 
 class DeviceTimestamp:
-    """Now; on a GPU, when it has done what was enqueued until now."""
+    """The present moment; on a GPU, the moment at which it finishes the work that is enqueued now."""
 
     def __init__(self, device: torch.device, now: float) -> None:
         self._at = now
@@ -227,15 +229,15 @@ class Flag:
 
 
 def all_finite(tensors: Sequence[torch.Tensor]) -> Flag:
-    """Return whether no value of these tensors is NaN or Inf."""
+    """Return a flag that is True if no value of these tensors is NaN or Inf."""
     if not tensors:
         return Flag(torch.tensor(True, device="cpu"))
     if in_main_memory(tensors[0].device):
-        # Twenty times faster there than the other norm, but squares overflow.
+        # In main memory this norm is twenty times faster than the maximum norm, but its squares may overflow.
         squares = Flag(torch.nn.utils.get_total_norm(tensors, 2.0).isfinite())
         if squares.read():
             return squares
     if tensors[0].device.type == "mps":
-        # A largest value there may not be NaN where one of the values is.
+        # On MPS the largest value may be finite although one of the values is NaN.
         return Flag(torch.stack([tensor.isfinite().all() for tensor in tensors]).all())
     return Flag(torch.nn.utils.get_total_norm(tensors, math.inf).isfinite())

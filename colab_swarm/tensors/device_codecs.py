@@ -1,13 +1,14 @@
-"""The codecs of `colab_swarm.tensors.codecs` for tensors: they encode and decode on the device where the values lie.
+"""The codecs of `colab_swarm.tensors.codecs` for tensors: they encode and decode on the device where the values are.
 
-The layout is NumPy's, and so are the values that are refused. Decoding is bit-equal to NumPy's, but for the payload
-of a NaN in float16. So is encoding, but for means: those of onebit differ by the last bit at most; those of sparseloco
-by what a sum in float32 rounds, so a value halfway between two codes may get either.
+The layout is the same as in the NumPy codecs, and the same values are refused. Decoding gives the same bits, except for
+the payload of a NaN in float16. Encoding gives the same bits, too, except for means. The means of onebit differ by at
+most the last bit. Those of sparseloco differ by the rounding of a float32 sum, so a value halfway between two
+codes may get either code.
 
-Nothing here waits for the device but `Flag.read`, once a call: the encoders of onebit, sparseloco and topk read
-whether their values are finite, and the decoders of these and of int8 whether the bytes are valid.
+Only `Flag.read` waits for the device, once per call. The encoders of onebit, sparseloco and topk read whether their
+values are finite. The decoders of these and of int8 read whether the bytes are valid.
 
-Shape suffixes: B blocks, V values of a block, K values that are sent.
+Shape suffixes: B is the number of blocks, V that of values in a block, K that of values that are sent.
 """
 
 import torch
@@ -20,14 +21,15 @@ from colab_swarm.tensors.vectors import BINS, BLOCK_VALUES, CODE_BITS, CODES_PER
 
 
 def has_device_form(codec: str, device: torch.device) -> bool:
-    """Return True if this device can run the codec: MPS, which has no float64, runs only casts and int8."""
+    """Return True if this device can run the codec. MPS has no float64, so it runs only casts and int8."""
     return device.type != "mps" or codec in ("float32", "float16", "bfloat16", "int8")
 
 
 def encode(codec: str, values: torch.Tensor) -> torch.Tensor:
-    """Encode float32 ``values``, in one dimension and one piece, by the codec of this name.
+    """Encode float32 ``values``, which are one-dimensional and contiguous, by the codec of this name.
 
-    Returns bytes (uint8) on their device, with float32 a view. Raises ValueError if the codec refuses the values.
+    Returns bytes (uint8) on the device of the values; for float32, a view. Raises ValueError if the codec refuses the
+    values.
     """
     form = codec_of(codec)
     if not len(values):
@@ -43,8 +45,8 @@ def encode(codec: str, values: torch.Tensor) -> torch.Tensor:
 def decode(codec: str, encoded: torch.Tensor, numel: int) -> torch.Tensor:
     """Decode bytes (uint8), which begin at a multiple of 4 in their storage, to ``numel`` float32 values.
 
-    Returns them on the device of the bytes, with float32 a view. Raises ValueError if the bytes have another length
-    than `Codec.encoded_bytes`, or invalid content.
+    Returns the values on the device of the bytes; for float32, a view. Raises ValueError if the length of the bytes is
+    not `Codec.encoded_bytes`, or if their content is invalid.
     """
     form = codec_of(codec)
     size_bytes = form.encoded_bytes(numel)
@@ -65,7 +67,7 @@ def _require_finite(values: torch.Tensor, codec: str) -> None:
 
 
 def _padded(values: torch.Tensor, multiple: int) -> torch.Tensor:
-    """Append zeros up to a multiple of so many values; of none missing, return the tensor itself."""
+    """Append zeros until the length is a multiple of ``multiple``; if it is already, return the tensor itself."""
     missing = -len(values) % multiple
     return torch.nn.functional.pad(values, (0, missing)) if missing else values
 
@@ -79,7 +81,7 @@ def _range(count: int, like: torch.Tensor) -> torch.Tensor:
 
 
 def _pack_bits(bits: torch.Tensor) -> torch.Tensor:
-    """Pack eight zeros and ones (uint8) into a byte, the first one as its highest bit."""
+    """Pack each eight zeros and ones (uint8) into a byte; the first one becomes the highest bit."""
     padded = _padded(bits, 8)
     return (padded.view(len(padded) // 8, 8) << (7 - _range(8, bits))).sum(1, dtype=torch.uint8)
 
@@ -90,7 +92,7 @@ def _unpack_bits(packed: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def _encode_float16(values: torch.Tensor) -> torch.Tensor:
-    # Values that round to infinity become the largest all the same.
+    # Values that the cast rounds to infinity are clamped afterwards.
     return values.to(torch.float16).clamp_(-FLOAT16_MAX, FLOAT16_MAX).view(torch.uint8)
 
 
@@ -100,7 +102,7 @@ def _decode_float16(encoded: torch.Tensor, numel: int) -> torch.Tensor:
 
 def _encode_bfloat16(values: torch.Tensor) -> torch.Tensor:
     halves = values.to(torch.bfloat16).clamp_(-BFLOAT16_MAX, BFLOAT16_MAX).view(torch.int16)
-    # Each processor has a NaN of its own.
+    # Processors have different bits for NaN, so one pattern is written.
     return halves.masked_fill_(values.isnan(), 0x7FC0).view(torch.uint8)
 
 
@@ -112,10 +114,10 @@ def _encode_int8(values: torch.Tensor) -> torch.Tensor:
     values_BV = _blocks(values)
     largest_B = torch.maximum(values_BV.amax(1), -values_BV.amin(1))
     tiny_B = largest_B < float(SMALLEST_SCALED)
-    # Torch multiplies by the reciprocal where one side of a division is a number of Python: the last bit differs.
+    # A tensor, because torch would multiply by the reciprocal of a Python number, and the last bit would differ.
     levels_B = torch.full_like(largest_B, 127.0)
     scales_B = (largest_B / levels_B).clamp_(max=float(LARGEST_SCALE))
-    # NaN stays; the decoder refuses both.
+    # The scales of blocks with NaN or infinity become NaN; the decoder refuses them.
     scales_B.masked_fill_(largest_B.isinf(), torch.nan).masked_fill_(tiny_B, 0.0)
     factors_B = (levels_B / largest_B).masked_fill_(tiny_B, 0.0)
     steps_BV = (values_BV * factors_B[:, None]).round_().to(torch.int8)
@@ -152,21 +154,24 @@ def _decode_onebit(encoded: torch.Tensor, numel: int) -> torch.Tensor:
     text = "a onebit block has means that are not finite, or of the wrong sign"
     require(Flag((means_B2.isfinite().all(1) & (over_B >= 0) & (rest_B <= 0)).all()).read(), text)
     bits_BV = _blocks(_unpack_bits(encoded[means_bytes:], numel)).view(torch.bool)
-    # Each mean plus 0 times the other, as NumPy has it: so a zero gets the same sign.
+    # Each mean plus 0 times the other one, as in the NumPy codec, so that a zero gets the same sign.
     decoded_BV = torch.where(bits_BV, (over_B + 0 * rest_B)[:, None], (0 * over_B + rest_B)[:, None])
     return decoded_BV.view(-1)[:numel]
 
 
 def _largest(values_BV: torch.Tensor, kept: int) -> torch.Tensor:
-    """Return the places of each block's ``kept`` largest magnitudes, the largest first; of equal ones the first."""
-    # As integers, floats keep their order: what is not finite comes first. The place tells equal ones apart.
+    """Return the places of each block's ``kept`` largest magnitudes, largest first; of equal ones, the first count."""
+    # As integers, floats keep their order; values that are not finite come first. The place decides between equal ones.
     keys_BV = values_BV.view(torch.int32).to(torch.int64).bitwise_and_(0x7FFFFFFF).bitwise_left_shift_(32)
     keys_BV -= _range(values_BV.shape[1], keys_BV)
     return keys_BV.topk(kept).indices
 
 
 def _placed(sent_K: torch.Tensor, indices_K: torch.Tensor, numel: int, valid: torch.Tensor) -> torch.Tensor:
-    """Return ``numel`` values, 0 but at these indices; raises ValueError if they or the bit ``valid`` are wrong."""
+    """Return ``numel`` values that are 0 except at these indices.
+
+    Raises ValueError if the indices are not valid, or if the flag ``valid`` is False.
+    """
     ascending = (indices_K.diff() > 0).all() & (indices_K[-1] < numel)
     text = (
         "a sparse vector has values that are not finite, or indices that are not ascending, or beyond its end"
@@ -177,7 +182,7 @@ def _placed(sent_K: torch.Tensor, indices_K: torch.Tensor, numel: int, valid: to
 
 
 def _quantised(values_K: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return codes and means as `colab_swarm.tensors.vectors.quantised` does, in float64."""
+    """Return codes and means like `colab_swarm.tensors.vectors.quantised`, computed in float64."""
     exact_K = values_K.to(torch.float64)
     shift = exact_K.mean()
     offsets_K = exact_K - shift
@@ -197,7 +202,7 @@ def _encode_sparseloco(values: torch.Tensor) -> torch.Tensor:
     values_BV = _blocks(values)
     starts_B = BLOCK_VALUES * torch.arange(len(values_BV), device=values.device)
     indices_BK = _largest(values_BV, KEPT) + starts_B[:, None]
-    # A short last block sends fewer: its largest come first.
+    # A short last block sends fewer values; its largest come first.
     indices_K = indices_BK.view(-1)[: SparseLoCo().kept(len(values))].sort().values
     sent_K = values[indices_K]
     _require_finite(sent_K, "sparseloco")
@@ -244,7 +249,7 @@ def _decode_topk(form: TopK, encoded: torch.Tensor, numel: int) -> torch.Tensor:
     sent_K = encoded[:lows_begin].view(torch.float32)
     lows = _unpack_bits(encoded[lows_begin:highs_begin], kept * low_bits).view(low_bits, kept)
     highs = _unpack_bits(encoded[highs_begin:], kept + (numel - 1 >> low_bits))
-    # The places of all ones, in order.
+    # The places of all ones in the string, in order.
     ones_K = highs.sort(stable=True, descending=True).indices[:kept]
     indices_K = ones_K - _range(kept, ones_K) << low_bits
     indices_K |= (lows.to(torch.int64) << _range(low_bits, ones_K)[:, None]).sum(0)

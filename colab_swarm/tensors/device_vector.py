@@ -1,6 +1,6 @@
-"""The vector of a round on the model's devices: it is encoded, and means are decoded, where the values are.
+"""The vector of a round on the model's devices: values are encoded, and means are decoded, on the device.
 
-So what passes between a device and main memory is what passes over the line, but for a member's own span, which it
+So only encoded bytes are copied between a device and main memory, except for a member's own span, which it
 reduces in main memory.
 """
 
@@ -28,7 +28,7 @@ from colab_swarm.tensors.vectors import root_mean_square
 
 
 class Segments:
-    """A long float32 vector in consecutive flat pieces, each on a device of its own."""
+    """A long float32 vector in consecutive flat pieces, which may be on different devices."""
 
     def __init__(self, segments: Sequence[torch.Tensor]) -> None:
         self.segments = [segment for segment in segments if len(segment)]
@@ -54,7 +54,7 @@ class Segments:
         return pieces
 
     def joined(self, start: int, stop: int) -> torch.Tensor:
-        """Return these values in one piece, on the last one's device: a view, where they lie in one segment."""
+        """Return these values in one piece, on the device of the last one; a view if they are in one segment."""
         pieces = self.pieces(start, stop)
         if len(pieces) == 1:
             return pieces[0]
@@ -77,39 +77,39 @@ class Segments:
 
 
 class DeviceFeedback:
-    """The residual of one peer, as `ErrorFeedback`, on the devices of a vector. It goes on from that one's."""
+    """The residual of one peer, like `ErrorFeedback`, but on the devices of a vector; it begins with ``before``'s."""
 
     def __init__(self, vector: "DeviceVector", before: ErrorFeedback) -> None:
         values = vector.values
         self.residual = values.zeros()
         self._front = len(vector.front)
-        self._cut = Segments(())  # while a vector is sent
+        self._cut = Segments(())  # what was cut off, while a vector is sent
         pieces = torch.split(torch.from_numpy(before.residual), [len(segment) for segment in values.segments])
         for segment, piece in zip(self.residual.segments, pieces, strict=True):
             copy_in(piece, segment)
 
     @property
     def body(self) -> list[torch.Tensor]:
-        """The residual without the front, as `DeviceVector.body`."""
+        """The residual without its front, in pieces like `DeviceVector.body`."""
         return self.residual.segments[1:] if self._front else self.residual.segments
 
     def lies_with(self, vector: Vector) -> bool:
-        """Return True if a vector has its values on the same devices."""
+        """Return True if this vector has its values on the same devices."""
         if not isinstance(vector, DeviceVector):
             return False
         pairs = zip(self.residual.segments, vector.values.segments, strict=True)
         return all(kept.device == segment.device for kept, segment in pairs)
 
     def begin(self) -> None:
-        """Start sending a vector, or start again: pieces without a `cut_off` lose nothing."""
+        """Start sending a vector, or start again. Pieces for which `cut_off` is not called lose nothing."""
         self._cut = self.residual.zeros()
 
     def cut_off(self, start: int, loss: torch.Tensor) -> None:
-        """Record what the piece at ``start`` lost; nothing, if no vector is sent any more."""
+        """Record what the piece at ``start`` lost; if no vector is sent any more, record nothing."""
         self._cut.write(start, loss)
 
     def settle(self, decay: float = 1.0) -> None:
-        """Keep the loss of a vector that arrived, times ``decay``, as the new residual."""
+        """Make the loss of a vector that arrived, times ``decay``, the new residual."""
         for segment in self._cut.segments:
             segment.mul_(decay)
         self.residual = self._cut
@@ -120,12 +120,12 @@ class DeviceFeedback:
 
 
 class DeviceVector:
-    """A `Vector` on devices. What has no form there, or finds no memory, is encoded and decoded in main memory.
+    """A `Vector` on devices. If a codec cannot run on a device, or its memory is full, main memory is used instead.
 
     Attributes:
         front: its first values, which are in main memory.
-        body: all others, in flat pieces, computed to their end (`hand_over`).
-        devices: of these. What a round does there waits for nothing that the trainer computes meanwhile.
+        body: all other values, in flat pieces whose computation has finished (see `hand_over`).
+        devices: the devices of ``body``. The work of a round there does not wait for the trainer's work.
         feedback: records what codecs cut off; `begin` sets it for a contribution.
     """
 
@@ -145,7 +145,7 @@ class DeviceVector:
         return self.front[:numel]
 
     def begin(self, feedback: DeviceFeedback, *, adds: bool) -> None:
-        """Start sending with this error feedback, which has begun; ``adds``: with its residual."""
+        """Start sending with this error feedback, on which `begin` was called; ``adds``: add its residual."""
         if adds:
             self.values.add(feedback.residual)
         self.feedback = feedback
@@ -199,7 +199,7 @@ class DeviceVector:
         self, start: int, encoded: torch.Tensor, numel: int, codec: Codec, most_rms: float
     ) -> None:
         mean = device_codecs.decode(codec.name, encoded, numel)
-        # Divided first: squares overflow.
+        # Divided before squaring, because squares may overflow.
         largest = mean.abs().amax()
         rms = (mean / largest.clamp_min(torch.finfo(torch.float32).tiny)).square().mean().sqrt() * largest
         require(Flag(rms < most_rms).read(), "a mean is not finite, or far too large")

@@ -1,7 +1,8 @@
-"""How many samples a batch has, by the loader that drew it or by its parts. Pure functions.
+"""How many samples a batch has, according to the loader that drew it or to the parts of the batch. Pure functions.
 
-Most batches are columns: tensors whose first dimensions agree. But a list of eight images of shape (3, H, W) is no
-column of three samples, and time comes first in some batches. Where several readings are possible, nobody guesses.
+Most batches are columns: tensors whose first dimensions agree. But a list of eight images of shape (3, H, W) is not a
+column of three samples, and in some batches time is the first dimension. If several readings are possible, the result
+is None rather than a guess.
 """
 
 from collections.abc import Iterable, Mapping
@@ -12,16 +13,17 @@ import torch
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils.data import BatchSampler, DataLoader
 
-# A list of more tensors of one kind may be one tensor a sample; so may few, if they look like images.
+# A list of more tensors of one kind than this may have one tensor per sample. A shorter list may, too, if its tensors
+# look like images.
 _MOST_COLUMNS = 4
 _CHANNELS = (1, 3, 4)
 
 
 def samples_of(batch: Any, loader: Any = None, index: int = 0) -> int | None:
-    """Return the samples of a batch; None where its parts say nothing, or not all the same.
+    """Return the number of samples in a batch; None if its parts do not show it, or contradict one another.
 
-    A `DataLoader` with a sampler knows what it drew for its batch number ``index``, however that was collated. But a
-    collate function may drop samples: then the rows that are left count.
+    A `DataLoader` with a sampler knows how many samples it drew for its batch number ``index``, in whatever way they
+    were collated. But a collate function may drop samples; then the remaining rows count.
     """
     most = _full_size(loader)
     samples = samples_by_parts(batch, most)
@@ -38,17 +40,17 @@ def samples_of(batch: Any, loader: Any = None, index: int = 0) -> int | None:
 
 
 def _full_size(loader: Any) -> int | None:
-    """Return how many samples a full batch of a loader has; None if it does not say."""
+    """Return how many samples a full batch of a loader has; None if this is not known."""
     if not isinstance(loader, DataLoader):
         return None
-    # accelerate's loaders, and some users', have a batch sampler in place of a size.
+    # Loaders of accelerate, and of some users, have a batch sampler in place of a batch size.
     if type(loader.batch_sampler) is BatchSampler:
         return loader.batch_sampler.batch_size
     return loader.batch_size
 
 
 def _drawn(loader: Any, index: int) -> int | None:
-    """Return what a loader with a sampler drew for its batch number ``index``; None if it does not say."""
+    """Return how many samples a loader with a sampler drew for its batch number ``index``; None if not known."""
     full = _full_size(loader)
     if full is None:
         return None
@@ -61,22 +63,22 @@ def _drawn(loader: Any, index: int) -> int | None:
 
 
 def _left_of(drawn: int, batch: Any) -> int | None:
-    """Return what is left of the ``drawn`` samples in a batch; None if that is unclear."""
+    """Return how many of the ``drawn`` samples are left in a batch; None if this is unclear."""
     counts = _counts(batch)
     if drawn in counts or not counts or min(counts) > drawn or texts_in_one_row(batch) > 1:
         return drawn
     shapes = [tensor.shape for tensor in _tensors(batch)]
-    # Samples may lie in the second dimension, as where time comes first.
+    # Samples may be in the second dimension, for example if time is the first one.
     if all(len(shape) > 1 and shape[1] == drawn for shape in shapes):
         return drawn if len(counts) > 1 else None
-    # One row of numbers may be one text, or all of them without padding.
+    # A single row of numbers may be one text, or all texts joined without padding.
     if len(counts) > 1 or _is_one_text(batch):
         return None
     return next(iter(counts))
 
 
 def texts_in_one_row(batch: Any) -> int:
-    """Return how many texts lie in a batch's only row, as far as their positions say; else 0."""
+    """Return how many texts are in a batch's only row, according to its position ids; 0 if they do not show it."""
     positions = batch.get("position_ids") if isinstance(batch, Mapping) else None
     if not isinstance(positions, torch.Tensor) or positions.ndim != 2 or len(positions) != 1:
         return 0
@@ -84,7 +86,7 @@ def texts_in_one_row(batch: Any) -> int:
 
 
 def _is_one_text(batch: Any) -> bool:
-    """Return True if each tensor of a batch is one row of as many whole numbers, as the words of a text are."""
+    """Return True if all tensors of a batch are one row of equally many integers, like the tokens of one text."""
     tensors = _tensors(batch)
     if any(tensor.is_floating_point() or tensor.ndim != 2 for tensor in tensors):
         return False
@@ -92,7 +94,7 @@ def _is_one_text(batch: Any) -> bool:
 
 
 def _tensors(part: Any) -> list[torch.Tensor]:
-    """Return all tensors of a batch that have a dimension."""
+    """Return all tensors in a batch that have at least one dimension."""
     if isinstance(part, torch.Tensor):
         return [part] if part.ndim else []
     if isinstance(part, Mapping):
@@ -104,12 +106,12 @@ def _tensors(part: Any) -> list[torch.Tensor]:
 
 @dataclass
 class SampleCounter:
-    """Counts the batches of one loader; ``batch_size``, where the user gave it, is what a full one counts.
+    """Counts the samples in the batches of one loader. If the user gave a ``batch_size``, a full batch counts as this.
 
     Args:
-        loader: what gives the batches, if that is known.
-        batch_size: samples of a batch, as the user says. Once a batch has as many rows, rows are samples: then a
-            smaller batch counts its rows.
+        loader: the loader of the batches, if it is known.
+        batch_size: number of samples in a batch, as the user gave it. Once a batch has this many rows, rows are taken
+            as samples, so a smaller batch counts its rows.
     """
 
     loader: Any = None
@@ -117,7 +119,7 @@ class SampleCounter:
     _rows_are_samples: bool = field(default=False, init=False)
 
     def count(self, batch: Any, index: int) -> float | None:
-        """Return the samples of the loader's batch number ``index``; None where nothing says."""
+        """Return the number of samples in the loader's batch number ``index``; None if it is not known."""
         rows = samples_of(batch, self.loader, index)
         full = self.batch_size
         if full is None or rows == 0:
@@ -133,12 +135,12 @@ class SampleCounter:
 
 
 class RowCounter:
-    """Counts micro-batches in examples, where a full one has ``full`` of them, whatever rows they are.
+    """Counts the examples in micro-batches; a full micro-batch has ``full`` examples, however many rows these are.
 
     Args:
-        full: examples of a full micro-batch.
-        batch_size: the same, as the user says: it decides where rows say nothing, or something else.
-        most: examples of the whole data set, if that is known.
+        full: number of examples in a full micro-batch.
+        batch_size: the same number, if the user gave it; it takes precedence over the rows.
+        most: number of examples in the whole data set, if it is known.
     """
 
     def __init__(self, full: int, batch_size: float | None = None, *, most: int | None = None) -> None:
@@ -147,10 +149,10 @@ class RowCounter:
         self._counter = SampleCounter(batch_size=batch_size)
         self._batch_size = batch_size
         self._rows_per_example = 1
-        self._one_row = True  # so far
+        self._one_row = True  # whether all micro-batches so far had only one row
 
     def count(self, batch: Any) -> float | None:
-        """Return the examples of a micro-batch; None where nothing says."""
+        """Return the number of examples in a micro-batch; None if it is not known."""
         if self._batch_size is not None:
             return self._counter.count(batch, 0)
         rows = samples_by_parts(batch, self._full)
@@ -158,18 +160,18 @@ class RowCounter:
         if rows is not None and rows > 1:
             self._one_row = False
         if self._one_row and self._full > 1 and (texts or _is_one_text(batch)):
-            # Packed rows have more texts than the loader drew rows.
+            # A packed row may have more texts than the loader drew rows.
             return min(texts or self._most, self._most)
         if not rows:
             return rows
-        # Such as the chosen and the rejected text of each pair.
+        # For example, the chosen and the rejected text of each pair are two rows of one example.
         if rows > self._full and rows % self._full == 0:
             self._rows_per_example = rows // self._full
         return rows / self._rows_per_example
 
 
 def samples_by_parts(batch: Any, full: int | None) -> int | None:
-    """Return the samples that all parts of a batch agree on; where several are possible, ``full``, if it is one."""
+    """Return the number of samples on which all parts of a batch agree; if ``full`` is possible, it is preferred."""
     counts = _counts(batch)
     if full in counts:
         return full
@@ -179,7 +181,7 @@ def samples_by_parts(batch: Any, full: int | None) -> int | None:
 
 
 def _counts(batch: Any) -> set[int]:
-    """Return all numbers of samples that a batch, or a part of one, may have; none if it says nothing."""
+    """Return all numbers of samples that a batch, or a part of one, may have; empty if it does not show any."""
     if isinstance(batch, PackedSequence):
         return {int(batch.batch_sizes[0])}
     if isinstance(batch, torch.Tensor):
@@ -202,7 +204,7 @@ def _counts(batch: Any) -> set[int]:
 
 
 def _agreed(parts: Iterable[Any]) -> set[int]:
-    """Return the numbers that all parts allow; all numbers where the parts disagree."""
+    """Return the numbers that all parts allow; if there are none, the numbers of all parts."""
     known = [*filter(None, map(_counts, parts))]
     if not known:
         return set()
@@ -210,7 +212,7 @@ def _agreed(parts: Iterable[Any]) -> set[int]:
 
 
 def _kind(part: Any) -> object:
-    """Return what parts of one kind have in common."""
+    """Return a value that is equal for parts of the same kind."""
     if isinstance(part, torch.Tensor):
         return part.dtype, part.ndim
     if isinstance(part, list | tuple):

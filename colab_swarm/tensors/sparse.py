@@ -1,14 +1,15 @@
-"""Codecs that send only the largest values, and float16 without its zeros, for their means.
+"""Codecs that send only the largest values, and a format for their means: float16 without zeros.
 
-**topk** sends K of d values as float32, then their ascending indices in the Elias-Fano code: the
-lowest ``l = floor(log2(d / K))`` bits of each directly, bit by bit of all, the rest, h, as a one at
-place ``h + i`` of a string of ``K + ((d - 1) >> l)`` bits, for the i-th index.
+**topk** sends K of d values as float32, then the ascending indices of these values in the Elias-Fano code. The
+lowest ``l = floor(log2(d / K))`` bits of the indices are stored directly: first the same bit of all indices, then the
+next bit. The remaining upper bits of the i-th index are a number h, which is stored as a one at place ``h + i`` of a
+string of ``K + ((d - 1) >> l)`` bits.
 
-**sparse16** is a vector of float16 whose zeros are left out: the number of others as uint32, their
-indices as above, and the values. A mean of sparseloco has few different ones: these come once, the
-most frequent first, after their number as uint16, and then the places in that list, as uint16 by
-zstd: all lower bytes, then all upper ones. The number is 0 where the values follow as they are. The
-size depends on the values: it is no codec for contributions.
+**sparse16** is a vector of float16 values without its zeros: the number of other values as uint32, their
+indices as above, and the values. A mean of sparseloco has only few different values. Then the values are stored as a
+list: the number of different values as uint16, these values, the most frequent first, and for each value its place in
+this list. The places are uint16, compressed by zstd: first all lower bytes, then all upper bytes. If the number
+is 0, the values follow without a list. The size depends on the values, so sparse16 is no codec for contributions.
 """
 
 import math
@@ -38,10 +39,11 @@ from colab_swarm.tensors.vectors import (
     unpack_codes,
 )
 
-# below, a few bytes could claim a gibibyte of memory; above, float16 is both smaller and better
+# With a smaller share, a few bytes could claim a gibibyte of memory; with a larger one than the maximum, float16 is
+# both smaller and better.
 LEAST_SHARE = 1e-4
 LARGEST_SHARE = 0.5
-KEPT = BLOCK_VALUES // 64  # of each block, by sparseloco
+KEPT = BLOCK_VALUES // 64  # number of values that sparseloco sends of each block
 SPARSE16 = "sparse16"
 
 Indices: TypeAlias = npt.NDArray[np.int64]
@@ -49,7 +51,7 @@ Indices: TypeAlias = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class TopK:
-    """Sends the ``ceil(share * numel)`` values of largest magnitude, exactly; all others decode as 0."""
+    """Sends the ``ceil(share * numel)`` values of largest magnitude, unchanged; all other values decode as 0."""
 
     share: float
 
@@ -88,12 +90,13 @@ class TopK:
 
 
 class SparseLoCo:
-    """Sends 64 of every 4096 consecutive values, the largest, in 14 bits each (arXiv 2508.15706).
+    """Sends the 64 largest of every 4096 consecutive values, in 14 bits each (arXiv 2508.15706).
 
-    2 bits are a value's code by `quantised`, over all values that are sent of one vector, and 12 its
-    place in the block. A last block of b values sends b / 64, an even number, and 2 at least.
-    Layout: the 4 means as float32, the codes, the places two in three bytes. The paper has blocks
-    of 64 x 64 of a matrix, here they are consecutive: a reducer knows no shapes.
+    2 bits are the value's code by `quantised`, which is applied to all values that are sent of a vector; 12 bits are
+    the value's place in the block. Of a last, shorter block of b values, b / 64 are sent, rounded down to an even
+    number, but at least 2.
+    Layout: the 4 means as float32, the codes, then the places, two in three bytes. In the paper, a block is a part of
+    64 x 64 values of a matrix. Here its values are consecutive, because a reducer does not know the shapes.
     """
 
     name = "sparseloco"
@@ -108,7 +111,7 @@ class SparseLoCo:
 
     def gamma(self, numel: int) -> float:
         blocks = {size for size in (min(numel, BLOCK_VALUES), numel % BLOCK_VALUES) if size}
-        part = min((self.kept(size) / size for size in blocks), default=1.0)  # of a block's energy, at least
+        part = min((self.kept(size) / size for size in blocks), default=1.0)  # least part of a block's energy
         return 1 - part * (1 - quantiser_gamma(self.kept(numel)))
 
     def encode(self, values: Floats) -> Buffer:
@@ -137,7 +140,7 @@ def _starts(kept: int) -> Indices:
 
 
 def pack_12(numbers: Indices) -> bytes:
-    """Pack numbers of 12 bits, two in three bytes, the first one in the lower bits."""
+    """Pack numbers of 12 bits, two in three bytes; the first of two is in the lower bits."""
     pairs = np.zeros(-(-len(numbers) // 2) * 2, np.uint32)
     pairs[: len(numbers)] = numbers
     joined = pairs[::2] | pairs[1::2] << 12
@@ -152,9 +155,9 @@ def unpack_12(packed: Codes, count: int) -> Indices:
 
 
 def drop_zeros(halves: Buffer) -> bytes:
-    """Return encoded float16 as sparse16, if that is shorter; else nothing."""
+    """Return encoded float16 values as sparse16 if this is shorter; else an empty result."""
     vector = np.frombuffer(halves, np.uint16)
-    kept = np.flatnonzero(vector != 0)  # not -0.0, which stays
+    kept = np.flatnonzero(vector != 0)  # the bits of -0.0 are not 0, so it is kept
     if sparse16_bytes(len(kept), len(vector)) >= len(halves):
         return b""
     values = vector[kept]
@@ -165,14 +168,14 @@ def drop_zeros(halves: Buffer) -> bytes:
     if 4 * len(different) < len(values):
         places = np.empty(len(counts), np.uint16)
         places[different] = np.arange(len(different))
-        planes = places[values].view(np.uint8).reshape(-1, 2).T.tobytes()  # the upper bytes are nearly all 0
+        planes = places[values].view(np.uint8).reshape(-1, 2).T.tobytes()  # nearly all upper bytes are 0
         listed = np.uint16(len(different)).tobytes() + different.tobytes()
         packed = min(packed, listed + zstandard.ZstdCompressor(level=1).compress(planes), key=len)
     return np.uint32(len(kept)).tobytes() + _pack_indices(kept, len(vector)) + packed
 
 
 def restore_zeros(buffer: Buffer, numel: int) -> memoryview:
-    """Return ``numel`` float16 from sparse16; raises ValueError if it is invalid."""
+    """Return the ``numel`` float16 values of a sparse16 vector; raises ValueError if the vector is invalid."""
     kept = int.from_bytes(buffer[:4], "little")
     require(kept <= numel, f"a sparse16 vector has {kept} values, at most {numel} expected")
     begin = 4 + _index_bytes(kept, numel)
@@ -200,7 +203,7 @@ def _values_of(packed: Buffer, kept: int) -> npt.NDArray[np.uint16]:
 
 
 def sparse16_bytes(kept: int, numel: int, bits: float = 16.0) -> int:
-    """Return the size with ``bits`` a value."""
+    """Return the size of a sparse16 vector with ``kept`` values of ``bits`` bits each, in bytes."""
     return 6 + _index_bytes(kept, numel) + math.ceil(kept * bits / 8)
 
 
@@ -213,10 +216,10 @@ def _scattered(values: npt.NDArray[T], indices: Indices, out: npt.NDArray[T]) ->
 
 
 def _largest(rows: Floats, count: int) -> Indices:
-    """Places of each row's ``count`` values of largest magnitude, ascending; of equal ones the first."""
+    """Return the places of each row's ``count`` largest magnitudes, ascending; of equal ones, the first are taken."""
     if not rows.size:
         return np.empty(0, np.int64)
-    magnitudes = rows.view(np.int32) & 0x7FFFFFFF  # as integers, floats keep their order
+    magnitudes = rows.view(np.int32) & 0x7FFFFFFF  # as integers, they keep their order
     cut = rows.shape[1] - count
     least = np.partition(magnitudes, cut, axis=1)[:, cut, None]
     chosen = magnitudes >= least

@@ -3,15 +3,15 @@
 `flatten` accepts any state of optimizers, schedulers or users: None, bool, int, float, str, bytes,
 tensors, and lists, tuples and dicts of these. Tensors go into a dictionary. The rest is the
 *skeleton*: None, bool, int, float (NaN and infinities, too), str, list, and dictionaries with
-exactly one entry, which stand for what JSON cannot express:
+exactly one entry, which stand for values that JSON cannot express:
 
     {"tensor": name}   {"bytes": base64}   {"tuple": [item, …]}   {"dict": [[key, value], …]}
 
-A file is the size of its head (uint64), the head as JSON, and the tensors' values without gaps
-(https://huggingface.co/docs/safetensors). The skeleton is in the head's metadata. So is a place for the
-file's BLAKE3 hash, filled on disk only: on the wire each chunk has its own (`tensors.chunks`). The bytes
-may come from a stranger: `tensors_of` and `unflatten` check all of them. A relay keeps checkpoints
-without torch.
+A file consists of the size of its head (uint64), the head as JSON, and the tensors' values without gaps
+(https://huggingface.co/docs/safetensors). The head's metadata contain the skeleton, and a place for the file's BLAKE3
+hash. This place is only filled on disk, because on the wire each chunk has its own hash (`tensors.chunks`). The
+bytes may come from a stranger, so `tensors_of` and `unflatten` check all of them. Torch is not needed to store
+a state, so a relay can keep checkpoints without it.
 """
 
 import base64
@@ -39,10 +39,10 @@ Blob: TypeAlias = NDArray[np.uint8]  # the bytes of a file
 MAX_DEPTH = 32
 MAX_NODES = 1_000_000
 VERSION = "1"
-PLAIN = str | int | float | bytes | None  # types of the keys of a dictionary
+PLAIN = str | int | float | bytes | None  # allowed types of a dictionary's keys
 MAX_HEAD_BYTES = 100_000_000  # as in the library safetensors
-MAX_DIMENSIONS = 64  # of a tensor, as in numpy
-# allowed types of values, as torch names them: the name in a file, and the size in bytes
+MAX_DIMENSIONS = 64  # maximum for a tensor, as in numpy
+# allowed data types by torch's names, with the name in a file and the size in bytes
 KINDS = {
     "bool": ("BOOL", 1),
     "uint8": ("U8", 1),
@@ -58,13 +58,13 @@ KINDS = {
 }
 KIND_NAMES = {name: kind for kind, (name, _) in KINDS.items()}
 METADATA = "__metadata__"
-_SIZE_BYTES = 8  # of the head's size
-_FIRST = b'{"__metadata__":{"blake3":"'  # of each head, so the hash has one place
+_SIZE_BYTES = 8  # bytes that store the head's size
+_FIRST = b'{"__metadata__":{"blake3":"'  # each head begins with this, so the hash is always at the same place
 _HASH = slice(_SIZE_BYTES + len(_FIRST), _SIZE_BYTES + len(_FIRST) + 64)
 _BLANK = b"0" * 64
 _BFLOAT16_EXPONENT = 0x7F80
 
-# Of a tensor: its name, its kind (one of `KINDS`), and its shape.
+# A tensor's name, its kind (one of `KINDS`), and its shape.
 Description: TypeAlias = tuple[str, str, tuple[int, ...]]
 _Whole: TypeAlias = Annotated[int, msgspec.Meta(ge=0)]
 
@@ -80,9 +80,9 @@ class TensorEntry(msgspec.Struct, frozen=True):
 def flatten(state: Any) -> "tuple[dict[str, torch.Tensor], bytes]":
     """Split a state into named tensors and a skeleton, as JSON.
 
-    Tensors are detached, on the CPU and contiguous; those that were already share the state's
-    memory. Tied weights get one name: the path to the tensor, such as ``optimizer/state/0/exp_avg``.
-    Raises TypeError for an unsupported type, ValueError for over `MAX_DEPTH` levels, `MAX_NODES`
+    The returned tensors are detached, on the CPU and contiguous. Tensors that were so before share the state's
+    memory. A tensor's name is its path, such as ``optimizer/state/0/exp_avg``; tied weights have only one name.
+    Raises TypeError for an unsupported type, and ValueError for more than `MAX_DEPTH` levels or `MAX_NODES`
     parts, an integer that Python does not print, or text that is not Unicode.
     """
     walk = _Walk({})
@@ -91,13 +91,13 @@ def flatten(state: Any) -> "tuple[dict[str, torch.Tensor], bytes]":
 
 
 def unflatten(tensors: Mapping[str, Any], skeleton: bytes) -> Any:
-    """Return the state that `flatten` split, with these tensors, torch's or others.
+    """Return the state that `flatten` split, with these tensors, which need not be torch's.
 
-    Raises StateError if the skeleton is invalid, or names other tensors.
+    Raises StateError if the skeleton is invalid, or if its tensors are not the given ones.
     """
     walk = _Walk(dict(tensors))
     try:
-        state = walk.join(json.loads(skeleton.decode()), 0)  # bytes could be UTF-16, too
+        state = walk.join(json.loads(skeleton.decode()), 0)  # json.loads would also accept UTF-16
     except (ValueError, RecursionError) as error:
         raise StateError(f"state skeleton cannot be read: {error}") from error
     unused = tensors.keys() - walk.used
@@ -110,7 +110,7 @@ def unflatten(tensors: Mapping[str, Any], skeleton: bytes) -> Any:
 class _Walk:
     tensors: dict[str, Any]
     used: set[str] = field(default_factory=set)
-    names: dict[Any, str] = field(default_factory=dict)  # by place in memory
+    names: dict[Any, str] = field(default_factory=dict)  # names by the tensor's place in memory
     parts: int = 0
 
     def _count(self, depth: int) -> None:
@@ -152,7 +152,7 @@ class _Walk:
         if tensor.numel() and memory in self.names:
             return self.names[memory]
         name = path or "tensor"
-        # Keys 0 and "0", or "a/b" and "a" -> "b", lead to one path; a file has a use of its own for one name.
+        # Keys 0 and "0", or "a/b" and "a" -> "b", give the same path. The name `METADATA` is reserved in a file.
         while name in self.tensors or name == METADATA:
             name += "'"
         self.tensors[name] = tensor.detach().cpu().contiguous()
@@ -165,7 +165,7 @@ class _Walk:
             case None | bool() | int() | float():
                 return skeleton
             case str():
-                # raises for half a surrogate pair, which no file can hold
+                # raises for half of a surrogate pair, which a file cannot store
                 return skeleton.encode().decode()
             case list():
                 return [self.join(item, depth + 1) for item in skeleton]
@@ -192,7 +192,7 @@ class _Walk:
 
 
 def encode_head(tensors: Iterable[Description], metadata: Mapping[str, str] | None = None) -> bytes:
-    """Return the head of a file with these tensors in this order; the metadata come first in it."""
+    """Return the head of a file with these tensors, in this order; its metadata come first."""
     head: dict[str, object] = {}
     if metadata is not None:
         head[METADATA] = metadata
@@ -209,9 +209,9 @@ def encode_head(tensors: Iterable[Description], metadata: Mapping[str, str] | No
 
 
 def decode_head(data: Buffer) -> tuple[dict[str, TensorEntry], dict[str, str], int]:
-    """Return the tensors of a stranger's file, its metadata, and where the values begin; ``data`` may be its beginning.
+    """Return the tensors in a stranger's file, its metadata, and the position at which the values begin.
 
-    Raises ValueError if it is none.
+    ``data`` may be only the beginning of the file. Raises ValueError if the head is not valid.
     """
     text_bytes = int.from_bytes(data[:_SIZE_BYTES], "little")
     end = _SIZE_BYTES + text_bytes
@@ -226,9 +226,9 @@ def decode_head(data: Buffer) -> tuple[dict[str, TensorEntry], dict[str, str], i
 
 
 def file_parts(state: Any) -> list[memoryview]:
-    """Return the parts of a state's file, one after another: its head, and views of the tensors' memory.
+    """Return the parts of a state's file, in order: its head, and views of the tensors' memory.
 
-    Tensors of the largest types come first: so all are aligned. Raises as `flatten` does.
+    Tensors with the largest data types come first, so all tensors are aligned. Raises the errors of `flatten`.
     """
     import torch
 
@@ -245,14 +245,14 @@ def file_parts(state: Any) -> list[memoryview]:
 
 
 def pack(state: Any) -> Blob:
-    """Return a copy of a state as the bytes of a file; raises as `flatten` does."""
-    # numpy releases the GIL meanwhile
+    """Return a copy of a state as the bytes of a file; raises the errors of `flatten`."""
+    # numpy releases the GIL while it copies
     return np.concatenate([np.asarray(part) for part in file_parts(state)])
 
 
 @dataclass(frozen=True)
 class TensorBytes:
-    """A tensor as bytes: one of `KINDS`, its shape, and its values row by row."""
+    """A tensor as bytes: its kind (one of `KINDS`), its shape, and its values row by row."""
 
     kind: str
     shape: tuple[int, ...]
@@ -260,9 +260,9 @@ class TensorBytes:
 
 
 def tensors_of(blob: Blob, source: object = "the state") -> tuple[dict[str, TensorBytes], bytes]:
-    """Return the tensors of a stranger's file, as views, and its unchecked skeleton; ``source`` names it in errors.
+    """Return the tensors in a stranger's file, as views, and its skeleton, which is not checked yet.
 
-    Raises StateError if it is cut off, or of another program or version.
+    ``source`` names the file in errors. Raises StateError if the file is cut off, or from another program or version.
     """
     data = memoryview(blob.data)
     tensors: dict[str, TensorBytes] = {}
@@ -289,7 +289,7 @@ def tensors_of(blob: Blob, source: object = "the state") -> tuple[dict[str, Tens
 
 
 def require_finite(tensors: Mapping[str, TensorBytes]) -> None:
-    """Raise StateError if a tensor holds NaN or infinite values."""
+    """Raise StateError if a tensor contains NaN or infinite values."""
     for name, tensor in tensors.items():
         values = np.asarray(tensor.data)
         is_finite = True
@@ -301,7 +301,7 @@ def require_finite(tensors: Mapping[str, TensorBytes]) -> None:
 
 
 def unpack(blob: Blob, *, finite: bool = True) -> Any:
-    """Return a stranger's state, which shares the blob's memory.
+    """Return the state in a stranger's blob; its tensors share the blob's memory.
 
     Raises StateError if the file, a shape or the skeleton is invalid, or, with ``finite``, a value is NaN or infinite.
     """
@@ -318,21 +318,24 @@ def unpack(blob: Blob, *, finite: bool = True) -> Any:
             flat = torch.empty(0).byte()
         try:
             tensors[name] = flat.view(getattr(torch, encoded.kind)).reshape(encoded.shape)
-        except (RuntimeError, TypeError, ValueError, OverflowError) as error:  # such as (0, 2**64)
+        except (RuntimeError, TypeError, ValueError, OverflowError) as error:  # for example for (0, 2**64)
             raise StateError(f"the state has an invalid tensor {name[:80]!r}: {error}") from error
     return unflatten(tensors, skeleton)
 
 
 def write_state(path: Path, parts: Sequence[memoryview]) -> None:
-    """Write a state's file, in parts as of `file_parts`, with its hash, and sync it; StateError if the disk refuses."""
+    """Write a state's file from the parts of `file_parts`, with its hash, and sync it to the disk.
+
+    Raises StateError if the file cannot be written.
+    """
     first, *rest = parts
     write_file(path, [first[: _HASH.start], _hash_of(parts), first[_HASH.stop :], *rest], sync=True)
 
 
 def read_state(path: Path) -> Blob:
-    """Return a state's file as it is on the wire, in new memory.
+    """Return the bytes of a state's file in the form in which they are sent, in new memory.
 
-    Raises FileNotFoundError, or StateError if it is cut off, damaged, or of another program or version.
+    Raises FileNotFoundError, or StateError if the file is cut off, damaged, or from another program or version.
     """
     require(path.exists(), f"no checkpoint at {path}", FileNotFoundError)
     try:

@@ -1,4 +1,4 @@
-"""The vector of a round as the averaging sees it: encoded for others, and overwritten by means, piece by piece."""
+"""The vector of a round as averaging uses it: its pieces are encoded for others, and are overwritten by means."""
 
 import math
 from typing import Protocol
@@ -11,40 +11,43 @@ from colab_swarm.tensors.vectors import root_mean_square
 
 
 def require_credible(rms: float, most_rms: float) -> None:
-    """Raise ValueError unless a mean's root mean square is below the limit, as that of NaN never is."""
+    """Raise ValueError unless a mean's root mean square is below the limit; it never is if a value is NaN."""
     require(rms < most_rms, f"a mean is not finite, or far too large: {rms:.3g}")
 
 
 class Vector(Protocol):
-    """A flat float32 vector of ``numel`` values, wherever it lies. ``stop`` is exclusive."""
+    """A flat float32 vector of ``numel`` values, in main memory or on devices. ``stop`` is exclusive."""
 
     @property
     def numel(self) -> int: ...
 
     def encode(self, start: int, stop: int, codec: Codec) -> Buffer:
-        """Return these values encoded, maybe as a view; raises ValueError if the codec refuses them.
+        """Return these values encoded, perhaps as a view; raises ValueError if the codec refuses the values.
 
-        What the codec cuts off is kept as error feedback, if the vector has any.
+        If the vector has error feedback, it records what the codec cuts off.
         """
 
     def keep_loss(self, start: int, stop: int, codec: Codec, payload: Buffer) -> None:
-        """Keep as error feedback, if there is any, what these values have more than their encoded form, maybe empty."""
+        """Record in the error feedback, if there is one, the difference between these values and their encoded form.
+
+        An empty ``payload`` stands for zeros.
+        """
 
     def read(self, start: int, stop: int) -> Floats:
-        """Return these values in main memory, maybe as a view."""
+        """Return these values in main memory, perhaps as a view."""
 
     def take(
         self, start: int, stop: int, codec: Codec, payload: Buffer, *, most_rms: float = math.inf
     ) -> None:
         """Replace these values by an encoded mean.
 
-        Raises ValueError, with nothing changed, if the codec refuses it, or the root mean square of its values is not
-        below ``most_rms``, as with NaN.
+        Raises ValueError, with nothing changed, if the codec refuses the mean, or if the root mean square of its values
+        is not below ``most_rms``, which also happens if one is NaN.
         """
 
 
 class HostVector:
-    """A vector in main memory: ``values``, float32 and contiguous; `read` returns views of it.
+    """A vector in main memory, whose ``values`` are float32 and contiguous; `read` returns views of them.
 
     ``feedback`` records what codecs cut off; `begin` sets it for a contribution.
     """
@@ -55,7 +58,7 @@ class HostVector:
             raise ValueError(f"float32 values are needed in one dimension and in one piece, got {got}")
         self.values = values
         self.feedback = feedback
-        self._scratch = np.empty(0, np.float32)  # of one piece, to decode it
+        self._scratch = np.empty(0, np.float32)  # memory to decode one piece
 
     @property
     def numel(self) -> int:
@@ -66,7 +69,7 @@ class HostVector:
         return self.values[:numel]
 
     def begin(self, feedback: ErrorFeedback, *, adds: bool) -> None:
-        """Start sending with this error feedback, which has begun; ``adds``: with its residual."""
+        """Start sending with this error feedback, on which `begin` was called; ``adds``: add its residual."""
         if adds:
             self.values += feedback.residual
         self.feedback = feedback

@@ -1,4 +1,4 @@
-"""What codecs share: types, checks, blocks of a vector, packed small integers, and the quantiser of 2 bits."""
+"""What the codecs share: types, checks, blocks of a vector, packed small integers, and the 2-bit quantiser."""
 
 import math
 from collections.abc import Iterator
@@ -14,9 +14,9 @@ Codes: TypeAlias = npt.NDArray[np.uint8]
 Buffer: TypeAlias = bytes | bytearray | memoryview
 T = TypeVar("T", bound=np.generic)
 
-# values that share one scale or a few means; chunk offsets are multiples of it
+# Number of values that share one scale or a few means; chunks begin at multiples of it.
 BLOCK_VALUES = 4096
-MAX_BLOCKS = 64  # most blocks encoded at once, for every codec: one mebibyte of float32, which fits a message
+MAX_BLOCKS = 64  # maximum number of blocks encoded together: one mebibyte of float32, which fits in a message
 
 
 def all_finite(values: Floats) -> bool:
@@ -47,7 +47,7 @@ def target(numel: int, scratch: Floats | None) -> Floats:
 
 
 def block_rows(values: npt.NDArray[T]) -> Iterator[tuple[slice, npt.NDArray[T]]]:
-    """Yield views of whole blocks (k, 4096), then of a shorter last one, and which these are."""
+    """Yield views of all complete blocks (k, 4096), then of a shorter last block, each with the slice of its blocks."""
     whole = len(values) // BLOCK_VALUES
     cut = whole * BLOCK_VALUES
     yield slice(whole), values[:cut].reshape(-1, BLOCK_VALUES)
@@ -60,14 +60,14 @@ def block_count(numel: int) -> int:
 
 
 CODE_BITS = 2
-BINS = 1 << CODE_BITS  # codes
-RANGE = 6.0  # standard deviations that the codes span
+BINS = 1 << CODE_BITS  # number of codes
+RANGE = 6.0  # number of standard deviations that the codes span
 CODES_PER_BYTE = 8 // CODE_BITS
 _SHIFTS = np.arange(0, 8, CODE_BITS, dtype=np.uint8)[:, None]
 
 
 def pack_codes(codes: Codes) -> bytes:
-    """Pack codes of 2 bits: the first codes of all bytes, then the second ones of all, and so on."""
+    """Pack codes of 2 bits, four per byte: first the lowest codes of all bytes, then the second ones, and so on."""
     planes = np.zeros((CODES_PER_BYTE, -(-len(codes) // CODES_PER_BYTE)), np.uint8)
     planes.ravel()[: len(codes)] = codes
     return bytes(np.bitwise_or.reduce(planes << _SHIFTS, axis=0))
@@ -81,16 +81,17 @@ def unpack_codes(packed: Codes, count: int) -> Codes:
 def quantised(values: npt.NDArray[np.floating[Any]]) -> tuple[Codes, Floats]:
     """Return a code for each of the finite ``values``, and the means that the codes stand for.
 
-    Code b has the values at ``(b - 2) sigma RANGE / BINS`` from their mean, to the nearest, and
-    the lowest and highest code all beyond. So the sum is kept (SparseLoCo, arXiv 2508.15706). The
-    paper divides by n - 1 in sigma; with n, two values never share a code.
+    Code b stands for the values that are nearest to ``(b - 2) sigma RANGE / BINS`` from their mean. The lowest and the
+    highest code also stand for all values beyond. A code decodes as the mean of its values, so the sum is kept
+    (SparseLoCo, arXiv 2508.15706). The paper divides by n - 1 in sigma. Here it is n, so that the two values of a
+    vector of length 2 never share a code.
     """
     with np.errstate(over="ignore", invalid="ignore"):
         shift = values.mean()
         offsets = values - shift
         sigma = np.sqrt(np.einsum("i,i->", offsets, offsets) / len(values))
     if values.dtype == np.float32 and not 1e-15 < sigma < 1e15:
-        return quantised(values.astype(np.float64))  # squares beyond the range of float32
+        return quantised(values.astype(np.float64))  # the squares are beyond the range of float32
     width = RANGE / BINS * sigma if sigma else 1.0
     places = np.rint(offsets / values.dtype.type(width) + values.dtype.type(BINS / 2))
     codes = np.clip(places, 0, BINS - 1).astype(np.uint8)
@@ -102,10 +103,10 @@ def quantised(values: npt.NDArray[np.floating[Any]]) -> tuple[Codes, Floats]:
 
 
 def quantiser_gamma(numel: int) -> float:
-    """Return a bound on the share of the energy of ``numel`` values that `quantised` loses.
+    """Return an upper bound on the fraction of the energy of ``numel`` values that `quantised` loses.
 
-    In units of sigma, from the mean: the values x beyond 0.75, which have codes of their own on
-    either side, hold 1 - 0.75^2 of the energy at least, and none is beyond sqrt(n). So their mean
-    |x| over all, S, is at least 0.4375 / sqrt(n), and by Cauchy-Schwarz codes keep 0.75 S or more.
+    Let x be a value's distance from the mean, in units of sigma. The values with |x| over 0.75 have separate codes on
+    either side. They have at least 1 - 0.75^2 of the energy, and none has |x| over sqrt(n). So S, the sum of their |x|
+    divided by n, is at least 0.4375 / sqrt(n), and by Cauchy-Schwarz the codes keep at least 0.75 S.
     """
     return 1 - 0.75 * (1 - 0.75**2) / math.sqrt(max(numel, 1))
