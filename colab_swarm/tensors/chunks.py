@@ -1,4 +1,4 @@
-"""A state as hashed chunks, fetched from several donors at once. Does not import torch.
+"""A state as hashed chunks, fetched from several donors at the same time. Does not import torch.
 
 Format. The *blob* of a state is the bytes of a safetensors file (`tensors.statedict`). A `Manifest`
 contains the BLAKE3 hash of each chunk of the blob. The hash of the manifest is the *root*, which identifies the state.
