@@ -10,7 +10,7 @@
         loss.backward()
         optimizer.step(loss=loss)
 
-Each protocol has a page with its problem, messages, timing, faults, the paper and the measured figures.
+Each protocol has a page: the problem that it solves, its messages, timing and faults, its paper, and measured figures.
 
 | page | about |
 |---|---|
@@ -20,7 +20,7 @@ Each protocol has a page with its problem, messages, timing, faults, the paper a
 | `colab_swarm.dht` | finding peers, experts and progress records |
 | `colab_swarm.averaging` | groups, rounds, load balancing (DeDLOC) |
 | `colab_swarm.training` | data-parallel training: progress, catching up, slow links (DeDLOC) |
-| `colab_swarm.mailbox` | rounds in a bucket or shared folder, with nobody online (SparseLoCo) |
+| `colab_swarm.mailbox` | rounds in a bucket or shared folder; peers need not be online together (SparseLoCo) |
 | `colab_swarm.moe` | layers of experts hosted on many machines (Learning@home) |
 | `colab_swarm.workunits` | volunteers that make plain HTTPS requests (VC-ASGD) |
 | `colab_swarm.elastic` | small groups that do not wait for all gradients (Elastic Consistency) |
@@ -88,7 +88,7 @@ __all__ = list(PUBLIC)
 
 
 def __getattr__(name: str) -> Any:
-    """Import on first use: a relay or backbone starts in a second, as it never imports torch."""
+    """Import a public name on its first use: a relay or backbone never imports torch, so it starts in a second."""
     if name not in PUBLIC and name not in ROOMS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from colab_swarm.project import notice_if_slow

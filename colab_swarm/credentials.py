@@ -1,7 +1,7 @@
-"""Tokens and passwords: never read from a notebook's text, never shown.
+"""Tokens and passwords, which are never read from a notebook's text and never shown.
 
-Places, in this order: the environment, Colab's secrets, Kaggle's secrets, and typing where
-possible. Call it from the user's thread: Colab answers through the calling cell.
+A secret is looked for in this order: the environment, Colab's secrets, Kaggle's secrets. At last the user types it,
+where that is possible. Call these functions on the user's thread, because Colab answers through the calling cell.
 """
 
 import getpass
@@ -32,12 +32,18 @@ class Secret(str):
 
 
 def find_secret(name: str) -> Secret | None:
-    """Return the secret, or None; never asks to type it. ``name`` is an environment variable, too."""
+    """Return the secret, or None; the user is never asked to type it.
+
+    ``name`` is the name of the secret and of the environment variable.
+    """
     return _search(name)[0]
 
 
 def require_secret(name: str, *, help: str) -> Secret:
-    """Return the secret, or `SecretError`; asks to type it where possible. ``help``: where to get one."""
+    """Return the secret; where possible, a missing one is asked for by a prompt.
+
+    ``help`` tells the user where to get one. Raises `SecretError` if the secret is missing.
+    """
     found, reasons = _search(name)
     found = found or _ask(f"{name} ({help}): ")
     if found is None:
@@ -56,7 +62,9 @@ def _search(name: str) -> tuple[Secret | None, list[str]]:
             value = open_store()(name)
         except ImportError:
             continue  # another platform
-        except Exception as error:  # each store has its own errors, whose classes exist only there
+        except (
+            Exception
+        ) as error:  # each platform has its own error classes, which exist only on that platform
             known = advice.get(type(error).__name__)
             reasons.append(known.format(name=name) if known else f"{name} could not be read: {error!r}")
             continue
@@ -78,11 +86,11 @@ def _open_kaggle() -> Callable[[str], str]:
 
 
 def _ask(prompt: str) -> Secret | None:
-    """Read it without echo; None where typing is impossible."""
+    """Let the user type the secret without echo; return None where typing is impossible."""
     in_kernel = hasattr(getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)(), "kernel")
     if not in_kernel and not (sys.stdin is not None and sys.stdin.isatty()):
         return None
     try:
         return Secret(getpass.getpass(prompt).strip()) or None
-    except (EOFError, NotImplementedError):  # a notebook that is executed without a user
+    except (EOFError, NotImplementedError):  # the notebook runs without a user
         return None

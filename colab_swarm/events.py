@@ -9,7 +9,7 @@ from typing import Literal, TypeAlias, TypeVar
 
 logger = logging.getLogger(__name__)
 Bottleneck: TypeAlias = Literal["", "none", "upload", "download", "upload and download"]
-"""The slowest transfers of a round; ``none`` if all finish together, empty if it is not known."""
+"""The slowest transfers of a round: ``none`` if all finish together, empty if it is not known."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class PeerLeft(Event):
 
 @dataclass(frozen=True)
 class Waited(Event):
-    """This peer waited ``seconds`` for ``peer``, and for ``what`` it should have done."""
+    """This peer waited ``seconds`` for ``peer`` to do ``what``."""
 
     peer: str
     what: str
@@ -45,7 +45,7 @@ class Waited(Event):
 
 @dataclass(frozen=True)
 class PeerRefused(Event):
-    """This peer did not take ``what`` of ``peer`` (hex id). One event for each peer and cause, while it lasts."""
+    """This peer refused ``what`` that ``peer`` (hex id) sent; one event for each peer and cause while it lasts."""
 
     peer: str
     what: str  # with its article: "a state", "a group"
@@ -61,15 +61,15 @@ class ReachabilityChanged(Event):
 
 @dataclass(frozen=True, slots=True)
 class MemberTrace:
-    """One member of a round as this peer saw it. Times are seconds since the averaging began; None: never."""
+    """One member of a round, as this peer saw it. Times are seconds since the averaging began; None: never."""
 
     peer: str  # hex id
     samples: float
     share: float  # part of the vector assigned to it as reducer, 0 to 1
-    sent: tuple[float, float] | None = None  # begin and end of this peer's sending to it
-    received: tuple[float, float] | None = None  # ... of receiving its contribution to this peer's own span
-    means: tuple[float, float] | None = None  # ... of receiving its average
-    dropped: str = ""  # why its contribution or its average is missing; empty if both arrived
+    sent: tuple[float, float] | None = None  # when this peer began and ended sending to the member
+    received: tuple[float, float] | None = None  # when it received the member's contribution to its own span
+    means: tuple[float, float] | None = None  # when it received the average that the member computed
+    dropped: str = ""  # why the member's contribution or average is missing; empty if both arrived
 
 
 @dataclass(frozen=True)
@@ -79,22 +79,22 @@ class RoundFinished(Event):
     step: int  # global step the round belongs to
     group_size: int  # members at the start of the round
     contributors: tuple[str, ...]  # hex ids whose values are in this peer's result
-    samples: float  # of the contributors
-    spans_lost: int  # spans whose reducer vanished (re-planned or not)
+    samples: float  # of all contributors together
+    spans_lost: int  # spans whose reducer vanished, including those that another peer then reduced
     kept_local: int  # number of values for which no average arrived
     sent_bytes: int  # payload of this round at this peer
     received_bytes: int
     seconds: float  # wall seconds from begin to result
     averaging_s: float = 0.0  # the part of ``seconds`` after the group was formed
     predicted_s: float | None = None  # ``averaging_s`` as predicted; None if no bandwidth was known
-    explanation: str = ""  # the reason for the shares, in a sentence; empty if unknown
-    members: tuple[MemberTrace, ...] = ()  # the trace of each member, this peer included
-    bottleneck: Bottleneck = ""  # the one that ``explanation`` names
+    explanation: str = ""  # a sentence why the members reduce these parts of the vector; empty if unknown
+    members: tuple[MemberTrace, ...] = ()  # one trace for each member, this peer included
+    bottleneck: Bottleneck = ""  # the slowest transfers, which ``explanation`` names
 
 
 @dataclass(frozen=True)
 class StepFinished(Event):
-    """The swarm's global step advanced to ``step`` at this peer; ``loss`` is its own mean loss, if known."""
+    """The swarm's global step advanced to ``step`` at this peer; ``loss`` is this peer's mean loss, None if unknown."""
 
     step: int
     samples: float
@@ -115,7 +115,7 @@ class StateReceived(Event):
 class BatchDropped(Event):
     """A micro-batch or contribution was left out for ``reason``, for example a NaN gradient.
 
-    ``told``: people get a line. Of many in a row they get few.
+    ``told``: whether the user sees a line about it. Of many such events in a row, the user sees only a few.
     """
 
     reason: str
@@ -127,12 +127,12 @@ class Notice(Event):
     """A sentence for people: on the tunnel, the membership, the clock, the session's end and the like."""
 
     text: str
-    logged: bool = False  # also as a warning, which a script shows by itself
+    logged: bool = False  # whether it was also logged as a warning, which a script shows anyway
 
 
 @dataclass(frozen=True)
 class ExpertHosted(Event):
-    """This peer now hosts ``uid``, at ``step``; ``taken_over``: from a checkpoint of its dead host."""
+    """This peer now hosts expert ``uid`` at ``step``; ``taken_over``: from a checkpoint of a former host that died."""
 
     uid: str
     step: int
@@ -183,7 +183,7 @@ class EventLog:
                 logger.exception("event listener failed on %s", event)
 
     def listen(self, listener: Callable[[Event], None]) -> Callable[[], None]:
-        """Call ``listener(event)`` on every new event, on its thread; return what ends it."""
+        """Call ``listener(event)`` for each new event, on the emitting thread; return a function that stops this."""
         with self._lock:
             self._listeners.append(listener)
 

@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all, and the newest of several. Knows no torch."""
+"""Write a file whole or not at all, and find the newest of several checkpoints. Does not import torch."""
 
 import contextlib
 import errno
@@ -17,7 +17,7 @@ _CANNOT_SYNC = {errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP}
 
 
 def cache_folder() -> Path:
-    """Return this user's folder for what can be made again."""
+    """Return this user's cache folder: its files can be downloaded or computed again."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "colab_swarm"
 
 
@@ -28,16 +28,16 @@ def write_file(
     sync: bool = False,
     private: bool = False,
 ) -> None:
-    """Write a file under another name and rename it; make its folder if needed.
+    """Write a file under another name, then rename it; make the folder if it is missing.
 
     Args:
         path: of the file.
         parts: its contents, one after another.
-        sync: whether it must survive a power cut.
-        private: whether only its owner may read it.
+        sync: whether the file must survive a power cut.
+        private: whether only the owner of the file may read it.
 
     Raises:
-        StateError: the disk refuses it. An old file stays, and no partial one.
+        StateError: the disk refuses the file. An earlier file stays as it is, and no partial file remains.
     """
     partial = path.with_name(path.name + ".partial")
     mode = 0o600 if private else 0o666
@@ -47,7 +47,7 @@ def write_file(
 
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        # what a killed process left, or a link to another file by somebody who may write here
+        # a file that a killed process left, or a link to another file that an attacker with write access made
         partial.unlink(missing_ok=True)
         with open(partial, "xb", opener=partial_opener) as file:
             file.writelines(parts)
@@ -65,12 +65,14 @@ def write_file(
         text = f"cannot write {path}: {error.strerror}; free some space or name another folder"
         raise StateError(text) from error
     finally:
-        with contextlib.suppress(OSError):  # renamed, or a failing disk, which the next write reports
+        with contextlib.suppress(
+            OSError
+        ):  # the file was renamed, or the disk fails and the next write reports it
             partial.unlink()
 
 
 def sync_through(descriptor: int) -> None:
-    """Write a file or folder through to the disk, where its file system can."""
+    """Write a file or folder through to the disk, where the file system supports that."""
     try:
         os.fsync(descriptor)
     except OSError as error:
@@ -82,7 +84,7 @@ def sync_through(descriptor: int) -> None:
 class StepFiles:
     """The last ``keep`` >= 1 checkpoints of one run in a folder, ``step-000000000012.safetensors`` and so on.
 
-    Their order is that of their steps: times of files do not outlive a copy.
+    They are ordered by their steps, because a copy does not keep the times of files.
     """
 
     def __init__(self, path: str | Path, *, keep: int = 3) -> None:
@@ -98,7 +100,7 @@ class StepFiles:
         return sorted(self.path.glob(f"step-{'[0-9]' * 12}.safetensors"), reverse=True)
 
     def newest(self, read: Callable[[Path], T]) -> T | None:
-        """Return the newest file that ``read(path)`` can read, or None; warns of the others."""
+        """Return ``read(path)`` of the newest file that it can read, or None; log a warning for each unreadable one."""
         for path in self.paths():
             try:
                 return read(path)
@@ -112,9 +114,9 @@ class StepFiles:
         return max((int(path.stem.partition("-")[2]) for path in self.paths()), default=0)
 
     def set_aside(self, last: Path) -> None:
-        """Rename files of later steps than the ``last`` saved one's: training went back, and goes on from there.
+        """Rename the files of steps after that of ``last``, because training went back and continues from ``last``.
 
-        Of files that were set aside, those of the latest steps stay, as many as of others.
+        The ``keep`` latest of the renamed files stay; older ones are deleted.
         """
         later = [path for path in self.paths() if path > last]
         for path in later:
@@ -126,7 +128,7 @@ class StepFiles:
             path.unlink(missing_ok=True)
 
     def prune(self, newest: Path) -> None:
-        """Delete the oldest files beyond `keep`, never ``newest``, and killed processes' partial files."""
+        """Delete the oldest files beyond ``keep``, never ``newest``, and the partial files of killed processes."""
         stale: Iterable[Path] = [other for other in self.paths() if other != newest][self.keep - 1 :]
         for file in [*stale, *self.path.glob("step-*.partial")]:
             file.unlink(missing_ok=True)

@@ -3,12 +3,13 @@
     swarm://NAME.PAYLOAD
     https://HOST/join#NAME.PAYLOAD    where a backbone has a page for browsers
 
-The part after ``#`` never reaches a web server. NAME is for people; PAYLOAD is base64url of a
-version byte, msgpack and a checksum. Unless the run is open, an invitation has its own key pair.
-The authority signs its public key and its rights (`Grant`). The secret key is in the invitation
-and signs the rest, so that an invited peer can pass the invitation on with other entries, but not
-with more rights. The authority signs the address of a mailbox too, for it opens a place on the guest's
-machine. An open run has no authority: its creator signs, whose key's id ends the run's id.
+A browser never sends the part after ``#`` to a web server. NAME is for people; PAYLOAD is base64url of a
+version byte, msgpack and a checksum. Unless the run is open, an invitation has its own key pair. The authority
+signs the invitation's public key and rights (`Grant`). The invitation contains its secret key, which signs the
+other fields. So an invited peer can pass the invitation on with other entries (the peers to dial), but not with
+more rights. The authority also signs the address of a mailbox, because that address can open a folder on the
+guest's machine. An open run has no authority. There the run's creator signs the address, and the id of an open run
+with a mailbox ends in digits of the creator's id.
 """
 
 import base64
@@ -64,26 +65,26 @@ class SignedMailbox(Signed, frozen=True):
 
 
 def creator_suffix(public_key: bytes) -> str:
-    """Return what the id of an open run with a mailbox ends in, so that nobody else can sign its mailbox."""
+    """Return the end of the id of an open run with a mailbox, so that only the run's creator can sign its mailbox."""
     return id_of(public_key).hex()[:CREATOR_HEX]
 
 
 class Invite(Signed, frozen=True):
-    """The contents of an invitation. Its text holds a secret; its repr does not."""
+    """The contents of an invitation. The text of an invitation holds a secret; its ``repr`` does not."""
 
     run_id: RunId  # the run's unique name; the part before the last ``-`` is its name for people
-    entries: Annotated[tuple[Contact, ...], msgspec.Meta(max_length=MAX_ENTRIES)]  # to dial
+    entries: Annotated[tuple[Contact, ...], msgspec.Meta(max_length=MAX_ENTRIES)]  # peers to dial
     expires_at: Moment  # when joining ends, seconds since the epoch
     access: Access = "open"  # who may join
-    # its public key; of an open run with a mailbox, the creator's
+    # public key of the authority; in an open run with a mailbox, that of the run's creator
     authority: Annotated[bytes, msgspec.Meta(max_length=32)] = b""
     secret: Annotated[bytes, msgspec.Meta(max_length=32)] = b""  # of this invitation's own key
-    role: Role = Role.WORKER  # of those who join
-    member_until: Moment = 0.0  # when their memberships end, unless the authority renews them
-    uses: Annotated[int, msgspec.Meta(ge=0, le=MAX_USES)] = 0  # peers; 0: any number
+    role: Role = Role.WORKER  # of the peers that join with it
+    member_until: Moment = 0.0  # when the memberships of these peers end, unless the authority renews them
+    uses: Annotated[int, msgspec.Meta(ge=0, le=MAX_USES)] = 0  # how many peers may join; 0: any number
     grant_signature: Annotated[bytes, msgspec.Meta(max_length=64)] = b""  # by the authority
     settings: Settings = msgspec.field(default_factory=dict)  # for training
-    # address of a bucket with the run's rounds; `mailbox_signature` is that of a `SignedMailbox`
+    # address of the bucket with the run's rounds; `mailbox_signature` is the signature of its `SignedMailbox`
     mailbox: Annotated[str, msgspec.Meta(max_length=MAX_MAILBOX)] = ""
     mailbox_signature: Annotated[bytes, msgspec.Meta(max_length=64)] = b""
     page: Page = ""  # ``https://HOST`` of a backbone whose ``/join`` shows a browser how to join; else empty
@@ -92,7 +93,7 @@ class Invite(Signed, frozen=True):
     def issue(
         cls, grant: Grant, secret: bytes, entries: Iterable[Contact], *, access: Access, authority: bytes
     ) -> "Invite":
-        """Make an invitation from ``grant``, whose key has the seed ``secret``; see `Authority.grant`."""
+        """Make an invitation from ``grant``; the grant's key has the seed ``secret``, see `Authority.grant`."""
         rights = grant.role, grant.member_until, grant.uses, grant.signature
         unsigned = cls(grant.run_id, tuple(entries), grant.join_until, access, authority, secret, *rights)
         return unsigned.signed(unsigned.key.sign)
@@ -103,7 +104,7 @@ class Invite(Signed, frozen=True):
 
     @property
     def warning(self) -> str:
-        """What to do if only peers of the local network can use the invitation; else empty."""
+        """What to do if only peers in the local network can use the invitation; otherwise empty."""
         if only_local(self.entries) and not self.mailbox:
             return LOCAL_ONLY
         return ""
@@ -124,7 +125,7 @@ class Invite(Signed, frozen=True):
         return Grant(self.run_id, self.role, key, *rights, signature=self.grant_signature)
 
     def with_settings(self, settings: Mapping[str, Setting]) -> "Invite":
-        """Return it with these settings for training; raises ValueError if they do not fit."""
+        """Return the invitation with these settings for training; raises ValueError if they do not fit."""
         try:
             checked = msgspec.convert(dict(settings), Settings)
         except msgspec.ValidationError as error:
@@ -133,7 +134,7 @@ class Invite(Signed, frozen=True):
         return self.replaced(settings=checked)
 
     def replaced(self, **fields: Any) -> "Invite":
-        """Return it with other ``entries``, or another ``page``; every peer that has it can do this."""
+        """Return the invitation with other ``entries`` or another ``page``; each peer that has it can do so."""
         changed = msgspec.structs.replace(self, **fields)
         if self.access == "open":
             return changed
@@ -141,7 +142,7 @@ class Invite(Signed, frozen=True):
 
     @property
     def code(self) -> str:
-        """``NAME.PAYLOAD``: the invitation without the kind of its address."""
+        """``NAME.PAYLOAD``: the invitation without ``swarm://`` or ``https://HOST/join#``."""
         body = bytes([VERSION]) + self.encode()
         payload = base64.urlsafe_b64encode(body + _check(body)).decode().rstrip("=")
         return f"{self.name}.{payload}"
@@ -182,7 +183,7 @@ class Invite(Signed, frozen=True):
         return invite
 
     def with_mailbox(self, address: str, authority: bytes, signature: bytes) -> "Invite":
-        """Return it with the address that ``authority``, a public key, has signed as a `SignedMailbox`."""
+        """Return the invitation with the mailbox that ``authority``, a public key, signed as a `SignedMailbox`."""
         return self.replaced(mailbox=address, authority=authority, mailbox_signature=signature)
 
     def _is_genuine(self) -> bool:
@@ -202,7 +203,7 @@ class Invite(Signed, frozen=True):
 
 
 def _body_of(text: str) -> bytes:
-    """Return the version byte and the contents; their signatures are not checked yet."""
+    """Return the version byte and the contents of an invitation, without a check of the signatures."""
     long = (
         f"this is not an invitation: {len(text):,} characters; paste only the line that swarm.invite() gives"
     )

@@ -1,4 +1,4 @@
-"""Texts for people: bounded, escaped, with units; and the small tables of `_repr_html_`. Pure functions."""
+"""Format texts for people: bounded, escaped and with units. Also the small tables of `_repr_html_`. Pure functions."""
 
 import html
 import math
@@ -20,7 +20,7 @@ def aligned(rows: Rows) -> list[str]:
 def facts(title: str, figures: Mapping[str, object], columns: Sequence[str] = (), rows: Rows = ()) -> str:
     """Return an object's facts as a small HTML table; for ``_repr_html_``.
 
-    ``figures`` are values by name, above a table of `MAX_FACT_ROWS` of the ``rows`` at most.
+    ``figures`` are values by name. Below them is a table with at most `MAX_FACT_ROWS` of the ``rows``.
     """
     heading = f'<th scope="{{}}" style="{CELL}">{{}}</th>'.format
     cell = f'<td style="{CELL}">{{}}</td>'.format
@@ -42,7 +42,7 @@ def facts(title: str, figures: Mapping[str, object], columns: Sequence[str] = ()
 
 
 def settings(of: Any) -> str:
-    """Return a settings dataclass in one line, without values that are defaults; for ``repr``."""
+    """Return a settings dataclass in one line, without the values that equal the defaults; for ``repr``."""
     changed: list[str] = []
     for field in fields(of):
         value = getattr(of, field.name)
@@ -61,7 +61,7 @@ def name_of(function: Callable[..., Any]) -> str:
 
 
 def plain(words: str, limit: int = 200) -> str:
-    """Return at most ``limit`` printable characters, which cannot control a terminal."""
+    """Return at most ``limit`` characters of ``words``, all printable, so that they cannot control a terminal."""
     printable = words[: limit + 1]
     for letter in set(printable):
         if not letter.isprintable():

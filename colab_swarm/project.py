@@ -1,6 +1,6 @@
-"""Where this copy of the package comes from: the one source of its install lines and of links to its notebooks.
+"""Where this copy of the package comes from. All install lines and links to notebooks are made from this.
 
-The metadata of the installed package say it: the address that pip got it from (PEP 610), or the
+The metadata of the installed package tell it: the address from which pip installed it (PEP 610), or the
 project's own URL, which ``make publish-links`` writes. A copy without either installs itself.
 """
 
@@ -23,7 +23,7 @@ SLOW_S = 3.0
 
 @contextmanager
 def notice_if_slow(text: str) -> Iterator[None]:
-    """Print ``text`` if the block takes over `SLOW_S`: on a busy machine torch alone loads for half a minute."""
+    """Print ``text`` if the block takes longer than `SLOW_S`: on a busy machine torch alone loads for half a minute."""
     notice = threading.Timer(SLOW_S, print, [text], {"file": sys.stderr})
     notice.daemon = True
     notice.start()
@@ -37,12 +37,12 @@ def repository() -> str | None:
     """Return the URL of a repository for pip to install from; None if no public one is known."""
     try:
         installed = distribution("colab-swarm")
-    except PackageNotFoundError:  # it runs from its source
+    except PackageNotFoundError:  # the package is not installed: it runs from its source
         return None
     came_from = json.loads(installed.read_text("direct_url.json") or "{}")
     named = [url.partition(", ")[2] for url in installed.metadata.get_all("Project-URL") or ()]
     urls = [came_from.get("url", "") if "vcs_info" in came_from else "", *named]
-    # a URL with a name or a token in it is nobody else's
+    # a URL with a user name or a token in it must not be shown to others
     return next(
         (url.removesuffix("/").removesuffix(".git") for url in urls if re.match(r"https://[^@]+$", url)), None
     )
@@ -57,7 +57,7 @@ def install(extra: str) -> str:
 
 
 def update() -> str:
-    """Return the command that brings the newest version."""
+    """Return the command that installs the newest version."""
     url = repository()
     if url:
         return f'`pip install -U "colab-swarm @ git+{url}"`'
@@ -65,9 +65,9 @@ def update() -> str:
 
 
 def notebook_links(notebook: str, url: str | None = None) -> dict[str, str]:
-    """Return links that open a notebook, by the platform's name; none unless the repository is on GitHub.
+    """Return links that open a notebook, by the platform's name; empty if the repository is not on GitHub.
 
-    ``url`` is a repository; that of this copy if None.
+    ``url`` is the URL of a repository; None: the repository of this copy.
     """
     known = GITHUB.fullmatch(url or repository() or "")
     if known:

@@ -1,9 +1,9 @@
 """The one background thread and its event loop, the gate that pauses it, the device thread, free memory.
 
-A task on Jupyter's own loop gets no time while a cell is busy, so all coroutines of the package run
-on a thread of their own. All threads are daemons, because a non-daemon thread makes a kernel
-restart skip atexit. The host's loop is never touched, nor are its signal handlers, except that an interrupt
-is put off while a step is taken: `uninterrupted`.
+A task on Jupyter's event loop gets no time while a cell is busy, so all coroutines of the package run on a
+thread of the package. All threads are daemons, because a non-daemon thread makes a kernel restart skip atexit.
+The package changes neither Jupyter's event loop nor the signal handlers of the process, with one exception: an
+interrupt waits until a step has ended (`uninterrupted`).
 """
 
 import asyncio
@@ -33,9 +33,9 @@ P = ParamSpec("P")
 T = TypeVar("T")
 MEMINFO = Path("/proc/meminfo")
 CGROUP = Path("/sys/fs/cgroup")
-LOOK_S = 0.2  # between two looks of a task that waits at the gate
+LOOK_S = 0.2  # a task that waits at the gate checks it this often
 POLL_S = 0.2
-_FULL_S = 60.0  # between two lines that no more files can be opened
+_FULL_S = 60.0  # least time between two log lines that no more files can be opened
 
 
 def loop_now() -> float:
@@ -43,8 +43,8 @@ def loop_now() -> float:
 
 
 def own_loop() -> asyncio.AbstractEventLoop:
-    """Return a new event loop of asyncio's own, whatever the event loop policy of this process."""
-    # The links' buffered protocols get no bytes on a loop of uvloop, which some servers set as the policy.
+    """Return a new event loop of asyncio itself, even if this process has another event loop policy."""
+    # Some servers set uvloop as the policy. The links' buffered protocols get no bytes on a loop of uvloop.
     kind: type[asyncio.AbstractEventLoop] = getattr(asyncio, "ProactorEventLoop", asyncio.SelectorEventLoop)
     loop = kind()
     loop.set_exception_handler(_HandleException())
@@ -52,7 +52,7 @@ def own_loop() -> asyncio.AbstractEventLoop:
 
 
 async def on_loop(work: Callable[[], T]) -> T:
-    """Return ``work()``; for `Runner.call`, which runs coroutines only."""
+    """Return ``work()``, as a coroutine, because `Runner.call` runs only coroutines."""
     return work()
 
 
@@ -72,7 +72,10 @@ class BackgroundTasks:
         return task
 
     def every(self, period_s: float, work: Callable[[], Awaitable[object]], *, rest: float = 0.0) -> None:
-        """Call ``work`` after each period until `cancel`, even if it failed; slow work rests longer."""
+        """Call ``work`` after each period until `cancel`, also after a failed call.
+
+        The pause before a call is at least ``rest`` times as long as the last call took.
+        """
         self.spawn(self._repeat(period_s, work, rest))
 
     async def _repeat(self, period_s: float, work: Callable[[], Awaitable[object]], rest: float) -> None:
@@ -91,7 +94,7 @@ class BackgroundTasks:
             took_s = now() - began
 
     def cancel(self) -> list[asyncio.Task[Any]]:
-        """Cancel all; return the tasks, which are ending."""
+        """Cancel all tasks and return them; they may need a moment to end."""
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()
@@ -99,7 +102,7 @@ class BackgroundTasks:
 
 
 class _HandleException:
-    """Logs what a loop caught; that no more files can be opened is one line a minute."""
+    """Logs the exceptions that a loop caught; that no more files can be opened is logged once a minute."""
 
     def __init__(self) -> None:
         self._told_at = float("-inf")
@@ -109,27 +112,30 @@ class _HandleException:
         if not isinstance(error, OSError) or error.errno not in (errno.EMFILE, errno.ENFILE):
             loop.default_exception_handler(context)
             return
-        # asyncio says so for each connection that waits, a hundred times a second
+        # asyncio reports this for each waiting connection, a hundred times a second
         if loop.time() - self._told_at >= _FULL_S:
             self._told_at = loop.time()
             logger.warning("%s: no connection can be accepted. See `ulimit -n`", error.strerror)
 
 
 def wake(event: asyncio.Event) -> None:
-    """Set the event for a moment: all that wait for it go on."""
+    """Set the event and clear it again: all tasks that wait for it continue."""
     event.set()
     event.clear()
 
 
 async def wait_until(deadline: float | None, event: asyncio.Event) -> None:
-    """Return when the event is set, or at ``deadline`` (loop time; None: there is none)."""
+    """Return when the event is set, or at ``deadline`` (loop time; None: no deadline)."""
     with suppress(TimeoutError):
         async with asyncio.timeout_at(deadline):
             await event.wait()
 
 
 class PauseGate:
-    """Closed in blocks (``with swarm.paused():``), which nest, and from `hold` to `release`. Thread-safe."""
+    """A gate at which background work waits while it is closed. Thread-safe.
+
+    It is closed inside ``with swarm.paused():`` blocks, which may nest, and from `hold` to `release`.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -142,7 +148,7 @@ class PauseGate:
 
     @property
     def closed_by_this_thread(self) -> bool:
-        """Whether the calling thread is inside a block: it must not wait for its end."""
+        """Whether the calling thread is inside a block; it must not wait for the end of this block."""
         return threading.get_ident() in self._blocks
 
     def hold(self) -> None:
@@ -175,17 +181,17 @@ class Runner(Protocol):
     """Runs coroutines: the background thread, or a simulation on virtual time."""
 
     def call(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Run ``coroutine`` and wait for its result; an interrupt cancels it and is raised."""
+        """Run ``coroutine`` and return its result; an interrupt cancels the coroutine and raises KeyboardInterrupt."""
 
     def time(self) -> float:
-        """Return the loop's clock, seconds. Thread-safe."""
+        """Return the time of the loop's clock, in seconds. Thread-safe."""
 
     def while_waiting(self, work: Callable[[], None]) -> None:
-        """Call the method ``work``, held weakly, at the end of each `call` of this thread, and while it waits."""
+        """Call the method ``work`` while a `call` of this thread waits, and at its end; ``work`` is held weakly."""
 
 
 class Pool(ThreadPoolExecutor):
-    """Threads for blocking work; when the process ends, and Python starts no more, it works at once."""
+    """Threads for blocking work. While the process ends, Python starts no threads; then `submit` does the work."""
 
     def submit(self, work: Callable[P, T], /, *args: P.args, **named: P.kwargs) -> Future[T]:
         try:
@@ -222,7 +228,7 @@ class Runtime:
             return cls._shared
 
     def call(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Do as `Runner.call`; RuntimeError on the runtime thread itself, where waiting never ends."""
+        """Do as `Runner.call`. Raises RuntimeError on the runtime thread itself, where it would wait forever."""
         problem = ""
         if threading.current_thread() is self._thread:
             problem = "a blocking call from the runtime thread would never end: `await` the coroutine instead"
@@ -260,7 +266,10 @@ class Runtime:
 def wait_interruptibly(
     future: Future[T], meanwhile: Callable[[], Callable[[], None] | None] | None = None
 ) -> T:
-    """Wait in short steps, as Windows needs; after each, do the work that ``meanwhile`` returns."""
+    """Return the future's result; wait in short steps, as interrupts on Windows need.
+
+    After each step, run the function that ``meanwhile`` returns, if it returns one.
+    """
     while True:
         try:
             return future.result(POLL_S)
@@ -272,14 +281,14 @@ def wait_interruptibly(
 
 
 def uninterrupted(work: Callable[[], T]) -> T:
-    """Run ``work`` to its end even if the user interrupts; the interrupt is raised afterwards.
+    """Run ``work`` to its end even if the user interrupts it; raise the interrupt afterwards.
 
-    Only the main thread is interrupted, and only by the signal's handler, which waits here.
+    Only the main thread is interrupted, and only by the handler of the signal. This function puts that handler off.
     """
     if threading.current_thread() is not threading.main_thread():
         return work()
     handler = signal.getsignal(signal.SIGINT)
-    if not callable(handler):  # interrupts are ignored, or not Python's
+    if not callable(handler):  # interrupts are ignored, or Python does not handle them
         return work()
     interrupts: list[FrameType | None] = []
 
@@ -296,9 +305,9 @@ def uninterrupted(work: Callable[[], T]) -> T:
 
 
 class DeviceThread(Executor):
-    """Runs functions one after the other; errors go to the caller's future.
+    """Runs functions one after the other; an error of a function is set in the future that `submit` returned.
 
-    One thread owns a device, so that two threads never call one module, such as an expert.
+    One thread owns a device, so that two threads never call one module, such as an expert, at the same time.
     The daemon thread starts with the first function. In a simulation, the event loop of
     `colab_swarm.sim` runs the functions itself.
     """
@@ -325,7 +334,7 @@ class DeviceThread(Executor):
         return asyncio.get_running_loop().run_in_executor(self, function)
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """Accept no more functions; queued ones still run in any case. Idempotent."""
+        """Accept no more functions; queued functions still run. Idempotent."""
         with self._lock:
             self._closed = True
             self._tasks.put(None)
@@ -351,7 +360,7 @@ def cores() -> int:
 
 
 def free_ram_bytes(meminfo: Path = MEMINFO, cgroup: Path = CGROUP) -> int | None:
-    """Return the available main memory within a container's limit; None if it is not reported."""
+    """Return the available main memory, at most what the container's limit leaves; None if it is not reported."""
     try:
         available = re.search(r"MemAvailable:\s+(\d+) kB", meminfo.read_text())
     except OSError:  # macOS and Windows

@@ -1,4 +1,4 @@
-"""Snapshots of a swarm for people: frozen records that `Swarm` makes and views draw."""
+"""Snapshots of a swarm: frozen records that `Swarm` makes and the panels draw."""
 
 import re
 import statistics
@@ -19,28 +19,32 @@ class PeerRow:
     id: str  # short hex id
     role: str  # trainer, idle, paused, catching up, away, assistant or peer; in a simulation its state
     step: int  # its global step
-    samples_per_s: float  # of its own in the last rounds, by the clock; 0 if this peer does not train with it
+    # its samples in the last rounds per second of wall time; 0 if the peer that makes the table does not train with it
+    samples_per_s: float
     samples: float  # accumulated towards the next step
     reachable: bool | None  # whether others can dial it; None if unknown
-    me: bool  # whether it is this peer
+    me: bool  # whether it is the peer that makes the table
     rtt_s: float | None = None  # round-trip time; None if not measured, or without a link
     connected: str = ""  # ``direct``, ``LAN``, ``iroh``, ``relayed by 1a2b3c4d``; empty without a link
-    upload_bps: float | None = None  # by its own report, bits per second; None if it reports none
+    upload_bps: float | None = None  # as it reports, bits per second; None if it reports none
     download_bps: float | None = None
     loss: float | None = None  # of its last batches; None if unknown
-    heard_s: float | None = None  # since it was last heard of, seconds; None: it is this peer, or unknown
-    compute_samples_per_s: float = 0.0  # by its own report, while it computes; 0 if it does not train
+    heard_s: float | None = (
+        None  # seconds since its last sign of life; None: unknown, or it is this peer itself
+    )
+    compute_samples_per_s: float = 0.0  # as it reports, waiting not counted; 0 if it does not train
 
     @property
     def computes(self) -> bool:
-        """True if it has a speed, so it trains."""
+        """True if the peer has a speed, which means that it trains."""
         return self.samples_per_s > 0 or self.compute_samples_per_s > 0
 
 
 def speeds_of(peers: Iterable[PeerRow]) -> tuple[str, dict[str, float]]:
-    """Return what peers' speeds are, for a heading, and the speeds by peer id.
+    """Return a heading for the speeds of the peers, and the speeds by peer id.
 
-    They are samples/s by the clock, if this peer trains with some; else only what each says of its computing.
+    If this peer trains with others, the speeds are samples per second of wall time. If not, each speed is the compute
+    rate that the peer itself reports.
     """
     rows = list(peers)
     by_clock = {peer.id: peer.samples_per_s for peer in rows}
@@ -59,12 +63,12 @@ def speed_words(samples_per_s: float, compute_samples_per_s: float) -> str:
 
 
 class PeerTable(tuple[PeerRow, ...]):
-    """The peers of a run, as this peer knows them: a table if it is printed, or the last value of a cell."""
+    """The peers of a run, as this peer knows them; shown as a table by ``print`` and at the end of a cell."""
 
     __slots__ = ()
 
     def progress(self) -> dict[str, Any]:
-        """Return the trainers' step, mean loss, speeds and names: of those that are there."""
+        """Return the step, the mean loss, the speeds and the names of the peers that train now."""
         training = [peer for peer in self if peer.role == "trainer"]
         losses = [peer.loss for peer in training if peer.loss is not None]
         return {
@@ -76,7 +80,7 @@ class PeerTable(tuple[PeerRow, ...]):
         }
 
     def line(self) -> str:
-        """Return the trainers' progress in a line."""
+        """Return the progress of the peers that train now, in one line."""
         progress = self.progress()
         if not progress["training"]:
             return f"nobody trains; {count(len(self), 'peer')} here"
@@ -106,13 +110,13 @@ class PeerTable(tuple[PeerRow, ...]):
 
 @dataclass(frozen=True)
 class ContributionRow:
-    """A row of the leaderboard: a peer's contribution as this peer and the others saw it."""
+    """A row of the leaderboard: a peer's contribution, as this peer and the others saw it."""
 
     name: str  # of the peer; the id is short hex
     id: str
-    samples: float  # in its gradients
-    reduced_bytes: float  # that it averaged for others
-    me: bool  # whether it is this peer
+    samples: float  # in the gradients that it contributed
+    reduced_bytes: float  # bytes that it averaged for others
+    me: bool  # whether it is the peer that shows the leaderboard
 
 
 @dataclass(frozen=True)
@@ -139,9 +143,9 @@ class KeptModel:
     """A model whose checkpoints this peer keeps, as a backbone does."""
 
     checkpoints: tuple[Checkpoint, ...]  # on disk, the last saved one last
-    standing_in: int | None = None  # step of the checkpoint for late joiners; None while others train
-    hub: str = ""  # state of the pushes to the Hub, in words; empty without pushes
-    hub_failures: int = 0  # of all tries to push
+    standing_in: int | None = None  # step of the checkpoint that late joiners get; None while others train
+    hub: str = ""  # state of the pushes to the Hugging Face Hub, in words; empty without pushes
+    hub_failures: int = 0  # how many tries to push failed
 
 
 @dataclass(frozen=True)
@@ -154,34 +158,36 @@ class SwarmSnapshot:
     state: str  # of this peer, in one word; ``left`` is the last one
     peers: tuple[PeerRow, ...]  # this peer and the others
     step: int = 0  # global step
-    # of all peers in the last rounds, by the clock; 0 before two rounds, or without training
+    # of all peers in the last rounds, per second of wall time; 0 before two rounds, or without training
     samples_per_s: float = 0.0
     target_batch_size: float = 0.0  # samples needed for a global step; 0 if this peer does not train
-    accumulated: float = 0.0  # samples so far
+    accumulated: float = 0.0  # samples towards the next global step so far
     loss_history: tuple[tuple[int, float], ...] = ()  # (step, loss), oldest first
     sent_bytes: int = 0  # at this peer, since it joined
     received_bytes: int = 0
     uptime_s: float = 0.0  # seconds since it joined
     log: tuple[str, ...] = ()  # the last events as lines, oldest first
     own_samples_per_s: float = 0.0  # of this peer, as ``samples_per_s``
-    compute_samples_per_s: float = 0.0  # of all peers together, while they compute
-    computing: float = 0.0  # part of its time in the last minute outside `step()`; 0 if unknown
+    compute_samples_per_s: float = 0.0  # of all peers together, waiting not counted
+    computing: float = 0.0  # part of the last minute that this peer spent outside `step()`; 0 if unknown
     eta_s: float | None = None  # until the next global step at this speed; None if no peer trains
-    last_share: float | None = None  # its part of the last global step's samples; None before the first
+    last_share: float | None = (
+        None  # this peer's part of the last global step's samples; None before the first
+    )
     rounds: tuple[events.RoundFinished, ...] = ()  # the last averaging rounds, oldest first
-    leaderboard: tuple[ContributionRow, ...] = ()  # most samples first; its own are of this moment
-    forecast: str = ""  # bytes and seconds of a round, as they are and as planned; empty without a plan
+    leaderboard: tuple[ContributionRow, ...] = ()  # most samples first; this peer's row is up to date
+    forecast: str = ""  # bytes and seconds of a round, measured and planned; empty without a plan
     silent: str = ""  # the peer that the round waits for, in words; empty if there is none
     session: SessionTime | None = None  # None if its limit is unknown
     paused: bool = False  # whether the user has paused this peer's work
-    names: Mapping[str, str] = field(default_factory=dict)  # of peers by short id, those that left included
-    model: str = ""  # that this peer follows without training it; empty if there is none
-    kept: KeptModel | None = None  # its checkpoints here; None if this peer keeps none
+    names: Mapping[str, str] = field(default_factory=dict)  # of all peers by short id, also those that left
+    model: str = ""  # the model that this peer follows without training it; empty if there is none
+    kept: KeptModel | None = None  # the model whose checkpoints this peer keeps; None if it keeps none
     at: float = 0.0  # when the snapshot was taken, seconds since the epoch; 0 if unknown
 
     @property
     def over(self) -> bool:
-        """True once this peer has left: nothing will change any more."""
+        """True after this peer has left; nothing changes any more."""
         return self.state == "left"
 
 
@@ -212,7 +218,7 @@ LINES: Mapping[type[events.Event], str] = {
 
 
 def describe(event: events.Event, names: Mapping[str, str] = MappingProxyType({})) -> str:
-    """Return the event as a line of the log; ``names`` are those of peers, by the short ids that it holds."""
+    """Return the event as a line of the log; ``names`` are the peers' names, by the short ids in the event."""
     return _SHORT_ID.sub(lambda match: names.get(match[1], match[0]), _line(event))
 
 

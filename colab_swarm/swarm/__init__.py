@@ -3,12 +3,12 @@
 | what | module |
 |---|---|
 | `Swarm`, one peer's membership in a run | `colab_swarm.swarm.swarm` |
-| its part in the real network, and the end of a platform's session | `colab_swarm.swarm.network` |
+| a peer on the real network, and the end of a platform's session | `colab_swarm.swarm.network` |
 | `create`, `join`, and the folder that saves a peer | `colab_swarm.swarm.joining`, `saved` |
 | files that travel with an invitation's settings | `colab_swarm.swarm.shared_files` |
-| its rooms: experts, work units, elastic groups | `colab_swarm.swarm.experts`, `work`, `elastic` |
-| what panels show of it, and a training loop | `colab_swarm.swarm.overview`, `script` |
-| what a terminal shows of it | `colab_swarm.swarm.logbook` |
+| other ways to train: experts, work units, elastic groups | `colab_swarm.swarm.experts`, `work`, `elastic` |
+| what panels show of a peer, and what a training loop prints | `colab_swarm.swarm.overview`, `script` |
+| what a terminal shows of a peer | `colab_swarm.swarm.logbook` |
 | `simulate`, and simulated runs with controls | `colab_swarm.swarm.simulation` |
 | the doctor, and how it measures a model | `colab_swarm.swarm.doctor`, `calibration` |
 | a class in one room | `colab_swarm.swarm.classroom` |

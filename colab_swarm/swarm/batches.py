@@ -1,4 +1,4 @@
-"""A peer's data in a plain training loop: on its device, in its own order, until the swarm's last step."""
+"""Yield a peer's batches in a plain training loop: on the model's device, in the peer's order, until the last step."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
@@ -16,15 +16,15 @@ if TYPE_CHECKING:
 
 
 KEEP_S = 60.0
-"""How old the kept state of a loader may be: after a crash, what it gave since is read again."""
+"""How old the saved position of a loader may be. After a crash, the batches since that position are read again."""
 
 
 class BatchReader:
-    """Reads a loader again and again for one trainer, from its own position, which the optimizer keeps.
+    """Reads a loader again and again for one trainer, from a position that the optimizer saves.
 
-    ``peer`` seeds the order of each pass. An endless iterator with ``state_dict`` and ``load_state_dict``, as those of
-    `recipes`, has an order and a position of its own. ``warn`` takes a sentence for the user, ``time`` returns
-    seconds. Raises RuntimeError if the optimizer steps no more.
+    ``peer`` seeds the order of each pass. An endless iterator with ``state_dict`` and ``load_state_dict``, such as
+    the batches of `recipes`, keeps its own order and position. ``warn`` takes a sentence for the user, ``time``
+    returns seconds. Raises RuntimeError if the optimizer has left or was replaced.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class BatchReader:
         self._device = optimizer.param_groups[0]["params"][0].device
 
     def read(self, max_steps: int, *, shows: "ScriptLines | CellView") -> Iterator[Any]:
-        """Yield batches until the swarm's step ``max_steps``; ``shows`` tells the user how far it is."""
+        """Yield batches until the swarm's step ``max_steps``; ``shows`` shows the user the progress."""
         optimizer = self._optimizer
         optimizer.hooks.max_steps = max_steps
         shows.on_begin(max_steps)
@@ -66,7 +66,7 @@ class BatchReader:
             shows.on_end(max_steps)
 
     def _rest_of(self, stream: "Stateful") -> Iterator[Any]:
-        """Yield what follows the batches of an earlier session of this peer."""
+        """Yield the batches that follow those of an earlier session of this peer."""
         if self._number in self._checkpoint.states:
             try:
                 stream.load_state_dict(self._checkpoint.states[self._number])
@@ -80,7 +80,7 @@ class BatchReader:
                 self._keep()
 
     def _keep(self) -> None:
-        """Let the next checkpoint have the stream's position; on the user's thread, which reads it."""
+        """Save the stream's position for the next checkpoint. Runs on the user's thread, which reads the stream."""
         if self._stream is not None:
             self._checkpoint.states[self._number] = self._stream.state_dict()
             self._kept_at = self._time()
@@ -98,7 +98,7 @@ class BatchReader:
                 size = counter.count(batch, index)
                 if size == 0:
                     continue
-                # Without a size, a bare step() asks for samples=.
+                # If the size is unknown, step() without samples= raises an error.
                 self._optimizer.hooks.begin_batch(size, loader=self._number)
                 yield _moved(batch, self._device)
             require(
@@ -109,12 +109,12 @@ class BatchReader:
 
     @property
     def _number(self) -> int:
-        """The loader's in the checkpoint, which may be loaded anew meanwhile."""
+        """The number of this loader in the checkpoint; it may change when a checkpoint is loaded."""
         return self._checkpoint.number_of(self._loader)
 
     @property
     def _position(self) -> tuple[int, int]:
-        """Passes over this loader, and batches of the present one."""
+        """The number of finished passes over this loader, and of batches in the present pass."""
         return self._checkpoint.positions[self._number]
 
     @_position.setter
@@ -122,9 +122,9 @@ class BatchReader:
         self._checkpoint.positions[self._number] = position
 
     def _shuffle(self, number: int) -> None:
-        """Give the loader's pass of this ``number`` an order of this peer's own; warn at the first if it has none."""
+        """Give pass ``number`` over the loader this peer's order; at the first pass, warn if it cannot have one."""
         purpose: list[object] = [number]
-        # Loaders that are read side by side have orders of their own, too.
+        # Several loaders that are read side by side have different orders.
         if self._number:
             purpose.append(self._number)
         warning = give_order(self._loader, seed_of(self._peer, *purpose), number)
@@ -134,7 +134,7 @@ class BatchReader:
 
 @runtime_checkable
 class Stateful(Protocol):
-    """Says where it is, and continues from there (the protocol of torch.distributed.checkpoint and torchdata)."""
+    """Saves its position and continues from it (the protocol of torch.distributed.checkpoint and torchdata)."""
 
     def state_dict(self) -> dict[str, Any]: ...
 

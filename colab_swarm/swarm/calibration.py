@@ -1,4 +1,7 @@
-"""How much memory and time a model needs on this machine, and what the swarm adds to a step. Nothing is trained."""
+"""Measure the memory and time that a model needs on this machine, and the time that the swarm adds to a step.
+
+Nothing is trained.
+"""
 
 import contextlib
 import statistics
@@ -20,10 +23,10 @@ if TYPE_CHECKING:
 
 _CALIBRATION_S = 2.0
 PARAMETER_BYTES = 16  # training memory per parameter: value, gradient and two moments, in float32
-USABLE = 0.8  # share of free memory to plan with; the rest is for temporaries and fragments
+USABLE = 0.8  # fraction of the free memory to plan with; the rest is for temporaries and fragments
 _MAX_MICRO_BATCH = 512
-_MOST_FACTOR = 1.1  # of a step as a peer by a step alone, without advice
-_MOST_WAITS = 0.1  # of the time, in rounds, without advice
+_MOST_FACTOR = 1.1  # give advice if a step as a peer takes longer than this many steps alone
+_MOST_WAITS = 0.1  # give advice if rounds take more than this fraction of the time
 
 
 @dataclass(frozen=True)
@@ -32,8 +35,8 @@ class Subject:
 
     name: str  # for people, such as "ALBERT-large at 512 tokens"
     parameters: int  # number of trained values
-    sample_bytes: float  # saved for the backward pass of one sample
-    samples_per_s: float = 0.0  # measured speed, with the loading of batches; 0 if unknown
+    sample_bytes: float  # memory of the values saved for the backward pass of one sample
+    samples_per_s: float = 0.0  # measured speed, including the loading of batches; 0 if unknown
 
 
 def calibrate(
@@ -70,7 +73,7 @@ def calibrate(
 
 @contextlib.contextmanager
 def _restored(model: "Module") -> Iterator[None]:
-    """Restore the model's gradients, buffers and modes, and torch's random state, at the end."""
+    """At the end of the block, restore the model's gradients, buffers and modes, and torch's random state."""
     import torch
 
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
@@ -102,7 +105,7 @@ def _train(model: "Module", batches: "Iterable[Mapping[str, Tensor]]") -> Iterat
 
 
 def _measure(train: Callable[[], int], seconds: float, min_passes: int) -> float:
-    """Return the samples per second of at least ``min_passes`` passes within ``seconds``."""
+    """Return the samples per second, measured over at least ``seconds`` and ``min_passes`` passes."""
     import torch
 
     samples = 0
@@ -111,14 +114,17 @@ def _measure(train: Callable[[], int], seconds: float, min_passes: int) -> float
     while passes_done < min_passes or time.perf_counter() - began_at < seconds:
         samples += train()
         passes_done += 1
-    # kernels of a GPU run asynchronously
+    # wait for the GPU, whose kernels run asynchronously
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     return samples / (time.perf_counter() - began_at)
 
 
 def calibrate_step(optimizer: "SwarmOptimizer", compute: Callable[[], object]) -> float:
-    """Return the seconds of a loop's turn alone: ``compute`` and, with local steps, the optimizer. Trains nothing."""
+    """Return the seconds that one turn of the training loop takes without the swarm. Trains nothing.
+
+    A turn is ``compute`` and, with local steps, a step of the optimizer.
+    """
     model = optimizer.rule.model
     if model is None:
         raise ValueError("pass model=… to swarm.optimizer(…) too: step=… may change its buffers")
@@ -128,7 +134,8 @@ def calibrate_step(optimizer: "SwarmOptimizer", compute: Callable[[], object]) -
             raise ValueError("step=… left no gradient: end it with loss.backward(), before optimizer.step()")
         alone_s = 1 / _measure(lambda: _turn(model.zero_grad, compute), _CALIBRATION_S, 3)
     if optimizer.rule.local:
-        # A twin works on copies. Hooks stay behind, and a scheduler's ``step``, which would step the original.
+        # Measure with a copy of the optimizer, on copies of the parameters. The copy lacks the hooks, and lacks a
+        # ``step`` that a scheduler has replaced, because that would step the original.
         inner = optimizer.rule.optimizer
         own = {name: value for name, value in vars(inner).items() if not name.endswith(("_hooks", "step"))}
         twin = object.__new__(type(inner))
@@ -147,7 +154,10 @@ def _turn(*works: Callable[[], object]) -> int:
 
 
 def advice(alone_s: float, turns: "Sequence[Turn]", settings: TrainingSettings) -> list[tuple[str, str, str]]:
-    """Compare a loop's turns with one alone: name, facts, and what to change, which is empty if all is well."""
+    """Compare the turns of a loop with a turn without the swarm, which takes ``alone_s``.
+
+    Each result is a name, the facts, and what to change, which is empty if all is well.
+    """
     due = Due.NOTHING if settings.communication.local_steps == 1 else Due.LOCAL_STEP
     usual = [turn for turn in turns if turn.due is due] or turns
     own_s = statistics.median(turn.own_s for turn in usual)
@@ -158,7 +168,7 @@ def advice(alone_s: float, turns: "Sequence[Turn]", settings: TrainingSettings) 
     fix = "take larger micro-batches: step() takes as long for small ones"
     if own_s > _MOST_FACTOR * alone_s:
         fix = "end other work on this machine; or step=… must do all that your loop does before step()"
-    # Where each turn has a round, the next fact says what to do.
+    # If each turn has a round, the fact about rounds below says what to do.
     facts = [("step", words, fix if factor > _MOST_FACTOR and usual is not turns else "")]
     rounds = 0
     in_rounds_s = 0.0
@@ -167,7 +177,7 @@ def advice(alone_s: float, turns: "Sequence[Turn]", settings: TrainingSettings) 
         rounds += turn.due is Due.ROUND
         if turn.due not in (Due.NOTHING, Due.LOCAL_STEP):
             in_rounds_s += turn.step_s
-        # A usual time before each `step()`: the loop may have had a break.
+        # The usual time before `step()`, not the measured one, because the loop may have had a break.
         all_s += turn.step_s + own_s
     if rounds:
         round_s = in_rounds_s / rounds

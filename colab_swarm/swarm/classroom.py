@@ -1,6 +1,6 @@
-"""A class trains together in one room, offline: a board gives each pupil the run and an animal's name.
+"""A class trains together in one room, offline. A board gives each pupil the run's invitation and an animal's name.
 
-The teacher opens a board at a short address, such as ``192.168.1.10:8421``. It answers plain HTTP.
+The teacher opens the board, a small HTTP server at a short address such as ``192.168.1.10:8421``.
 """
 
 import os
@@ -28,7 +28,7 @@ _boards: "dict[Swarm, Board]" = {}
 
 
 class Board:
-    """Serves pupils at ``address`` until `close`. Raises PermissionError if the run is not open."""
+    """An HTTP server for pupils at ``address``, until `close`. Raises PermissionError if the run is not open."""
 
     def __init__(self, swarm: Swarm, port: int = PORT) -> None:
         self.swarm = swarm
@@ -40,7 +40,7 @@ class Board:
             self._runner, _ = swarm.runtime.call(listen(self._app(), "0.0.0.0", port))
         except OSError:  # another program uses the port: take a free one
             self._runner, _ = swarm.runtime.call(listen(self._app(), "0.0.0.0", 0))
-        # the first after loopback, if this machine has another
+        # the first address after loopback, if this machine has one
         address = reachable_addresses("0.0.0.0", self._runner.addresses[0][1])[:2][-1]
         self.address = address.removeprefix("ws://")
 
@@ -71,7 +71,7 @@ def open_board(swarm: Swarm, *, port: int = PORT) -> Board:
 
 
 def join(address: str = "") -> Swarm:
-    """Join the teacher's run as the animal that the board gives; without an address, look for one in the network."""
+    """Join the teacher's run, with the name that the board gives; without an address, search the local network."""
     problem = "none was found in this network"
     for board in [address.strip()] if address else _addresses_in_network():
         try:

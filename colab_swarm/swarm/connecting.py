@@ -1,4 +1,4 @@
-"""`connect`: make this machine a peer, by a form or by arguments, through the best door that opens."""
+"""`connect`: make this machine a peer, by a form or by arguments. A new run opens the best way in for others."""
 
 from collections.abc import Collection
 from dataclasses import dataclass, field, replace
@@ -32,7 +32,7 @@ _connection: Connection | None = None
 
 @dataclass(frozen=True)
 class Door:
-    """A way to let others in: its ``name`` for people, and the options that open it."""
+    """A way by which others reach this peer: its ``name`` for people, and the network options that open it."""
 
     name: str
     changes: dict[str, Any] = field(default_factory=dict)
@@ -45,9 +45,10 @@ TUNNELS = tuple(Door(f"a tunnel by {kind}", {"tunnel": kind}) for kind in ("clou
 
 
 def doors(here: Platform, *, public: bool, consent: Consent, usable: Collection[str]) -> list[Door]:
-    """Return the doors to try, the best first; ``usable`` are the helpers at hand: iroh, cloudflared, ngrok.
+    """Return the doors to try, the best first; ``usable`` names the installed helpers: iroh, cloudflared, ngrok.
 
-    Relays and tunnels need the user's consent: on Colab, Kaggle and Binder "tunnels", elsewhere that to train.
+    Relays and tunnels need the user's consent. On Colab, Kaggle and Binder this is "tunnels"; elsewhere the consent
+    to train is enough.
     """
     if public:
         return [LISTEN]
@@ -75,29 +76,36 @@ def connect(
 ) -> Swarm | Connection:
     """Make this notebook a peer: show a form that starts or joins a run, and then becomes the panel.
 
-    The form asks before it sends a token of Hugging Face, which a run with an allowlist needs; elsewhere use `join`.
-    With an ``invitation``, or the address of a bucket for a new run whose rounds are there, it acts at once, as
-    `join` and `create` do. So does a notebook whose page nobody sees, as in CI, where the invitation may be the secret
-    or environment variable ``SWARM_INVITATION``; without one it starts a run. Run it again for the same peer. The
-    result has all attributes of a `Swarm`.
+    A run with an allowlist needs your Hugging Face token. The form asks before it sends the token; without a form,
+    use `join`. In three cases there is no form, and the call joins or creates the run immediately:
 
-    A new run opens the best door: a public address, iroh's relays, a tunnel by cloudflared or ngrok, the local
-    network. Relays and tunnels open only after ``accept_terms``, on Colab, Kaggle and Binder after "tunnels".
+    - with an ``invitation``, as `join` does;
+    - with the address of a bucket as ``invitation``, as `create` does for a new run whose rounds are in this bucket;
+    - in a notebook that runs without a page, as in CI. The invitation may then be the secret or environment variable
+      ``SWARM_INVITATION``; without it the notebook starts a run.
+
+    Run the cell again to get the same peer. The result has all attributes of a `Swarm`.
+
+    A new run opens the first of these ways for others to reach this peer that works: a public address, iroh's
+    relays, a tunnel by cloudflared or ngrok, the local network. Relays and tunnels are used only with
+    ``accept_terms``, on Colab, Kaggle and Binder only with "tunnels".
 
     Args:
         invitation: the line that a friend sent; empty: see above.
-        run: name of a run that is started.
-        peer_name: what the others see of this peer.
-        allow: who may join a run that is started; see `create`.
-        mailbox: confirms where the rounds of an invitation are; see `join`.
-        accept_terms: the platform's terms allow this; on a machine of your own, relays or tunnels may be used.
+        run: name of the run, if one is started.
+        peer_name: the name that the others see for this peer.
+        allow: who may join the run, if one is started; see `create`.
+        mailbox: the address that you confirm for the rounds of an invitation; see `join`.
+        accept_terms: the platform's terms allow this. On your own machine, it also allows relays and tunnels.
             "tunnels": you use paid compute units on Colab, and the platform's terms allow tunnels and relays.
-        options: how this peer takes part; a tunnel, relay or address given there is the door.
-        state_dir: see `create`; a peer that it saves is resumed, on Colab once you have agreed to the terms again.
+        options: how this peer takes part in the network. If they have a tunnel, relay or address, others reach this
+            peer by it.
+        state_dir: see `create`. If the folder saves a peer, that peer is resumed; on Colab you must first agree to the
+            terms again.
 
     Raises:
-        JoinError: no peer of the invitation answers, or nobody could reach a run that is started here.
-        RuntimeError: this is a script, which has no form.
+        JoinError: no peer of the invitation answers, or no other peer could reach a run that is started here.
+        RuntimeError: this is a script, which cannot show a form.
         InviteError, TermsError, ValueError, StateError: see `join` and `create`.
     """
     global _connection
@@ -110,7 +118,7 @@ def connect(
         RuntimeError,
     )
     here = platforms.platform()
-    # a peer that comes back has agreed to the terms of its platform in an earlier session only
+    # the user of a peer that comes back accepted the platform's terms only for an earlier session
     comes_back = saves and (accept_terms or not here.must_agree)
     if invitation or comes_back or not platforms.has_frontend():
         return act(Entries(invitation, peer_name, accept_terms), print)
@@ -179,9 +187,10 @@ def _say_links(swarm: Swarm, say: Say) -> None:
 
 
 def _options_to_join(invitation: str, options: NetworkOptions, entries: Entries, say: Say) -> NetworkOptions:
-    """Return the options to join by, as far as the user agreed.
+    """Return the network options with which to join, as far as the user agreed to them.
 
-    Peers at iroh's public relays are met there, and others reach this peer by ngrok if its token was entered.
+    If the invitation names peers at iroh's public relays, this peer uses these relays. If the user entered a token of
+    ngrok, others reach this peer by ngrok.
     """
     invite = Invite.parse(invitation)
     if entries.ngrok_token:
@@ -209,7 +218,7 @@ def _start(
     allow: Allowlist | None,
     state_dir: str | Path | None,
 ) -> Swarm:
-    """Create a run through the first door that opens; JoinError if none does."""
+    """Create a run with the first door that opens; raise JoinError if none opens."""
     platforms.require_terms(entries.consent)
     swarm = joining.find_open(run=run, name=entries.name)
     if swarm is not None:
@@ -233,7 +242,7 @@ def _start(
         except (TunnelError, PeerError) as error:
             say(f"✖ {door.name}: {error}")
             continue
-        # without an answer of a relay nobody reaches this peer by iroh
+        # if no relay answered, nobody can reach this peer by iroh
         if door is not IROH or any(map(is_at_public_relay, swarm.contact.addresses)):
             return swarm
         say(f"✖ {door.name}: none answered")
@@ -242,14 +251,14 @@ def _start(
 
 
 def _doors_here(entries: Entries) -> list[Door]:
-    """Return the doors to try; that of a token comes first, because the user entered it for that."""
+    """Return the doors to try. If the user entered a token, its door comes first."""
     here = platforms.platform()
     usable = []
     if find_spec("iroh"):
         usable.append("iroh")
     if which("cloudflared"):
         usable.append("cloudflared")
-    # Colab asks the user before it gives a secret
+    # Colab asks the user before it returns a secret
     may_ask = here.allows_tunnels(entries.consent) and not entries.ngrok_token
     if may_ask and find_spec("pyngrok") and find_secret("NGROK_AUTHTOKEN"):
         usable.append("ngrok")

@@ -46,7 +46,7 @@ MAX_CHARS = 10_000
 
 
 class Light(NamedTuple):
-    """A result."""
+    """The result of a check, as a traffic light."""
 
     hue: str
     symbol: str
@@ -80,15 +80,17 @@ HOST = (
 
 @dataclass(frozen=True)
 class Gpus:
-    """The GPUs of this machine, which are of one kind."""
+    """The GPUs of this machine, all of one kind."""
 
     name: str
     count: int
-    free_bytes: int  # of the first
+    free_bytes: int  # free memory of the first GPU
     total_bytes: int
-    capability: tuple[int, int]  # such as (7, 5) of a T4
-    architectures: Sequence[str]  # of torch's build, as ``sm_75``, ``compute_90``; empty if unknown
-    bfloat16: bool  # whether they compute in it themselves: in emulation all do
+    capability: tuple[int, int]  # the compute capability, such as (7, 5) for a T4
+    architectures: Sequence[
+        str
+    ]  # those that torch was built for, as ``sm_75``, ``compute_90``; empty if unknown
+    bfloat16: bool  # whether the hardware computes in bfloat16; every GPU can emulate it
 
 
 @dataclass(frozen=True)
@@ -103,7 +105,7 @@ class Check:
 class Diagnosis:
     """The checks of the doctor: a table of traffic lights in a notebook, text when printed."""
 
-    checks: tuple[Check, ...]  # in the order in which to fix them; every light but green has a fix
+    checks: tuple[Check, ...]  # in the order in which to fix them; each check that is not green has a fix
 
     @property
     def ready(self) -> bool:
@@ -150,7 +152,7 @@ def _text_lines(check: Check) -> list[str]:
     lines = textwrap.wrap(first, WIDTH, subsequent_indent=_INDENT)
     if check.fix:
         fix = f"{_INDENT}→ {plain(check.fix, MAX_CHARS)}"
-        # a command must stay whole
+        # a command in the text must not be broken at a hyphen
         lines += textwrap.wrap(fix, WIDTH, subsequent_indent=_INDENT + "  ", break_on_hyphens=False)
     return lines
 
@@ -167,10 +169,11 @@ def doctor(
     Takes some seconds. Raises ValueError if an argument is not usable.
 
     Args:
-        swarm: a swarm, or an invitation, which is joined for the examination and left.
-        model: what you train, or a size of `albert`: tiny, base, large, xlarge. It is not changed.
-        batches: of the model; some are used up. Not needed with a size.
-        step: what your loop does before ``optimizer.step()``: it is measured, and compared with what the loop takes.
+        swarm: a swarm, or an invitation. The doctor joins the run of an invitation, and leaves it at the end.
+        model: the model that you train, or a size of `albert`: tiny, base, large, xlarge. It is not changed.
+        batches: batches for the model; some are used up. Not needed with a size.
+        step: a function that does what your loop does before ``optimizer.step()``. The doctor measures its time and
+            compares it with the time of your loop.
     """
     has_data = model is None or isinstance(model, str) or batches is not None
     require(has_data, "a model is measured with its own data: pass batches=… as well")
@@ -186,7 +189,7 @@ def doctor(
     gpus = gpus_here()
     # torchrun sets the rank
     of_gpus = [] if gpus is None else check_gpus(gpus, is_rank="RANK" in os.environ)
-    # a GPU that torch was not built for cannot try the model
+    # the model cannot run on a GPU that torch was not built for
     if any(check.light is RED for check in of_gpus):
         model = None
     subject = _subject(swarm, model, batches)
@@ -253,14 +256,14 @@ def _subject(
 
 async def _test_uplink(peers: Node, testers: Sequence[PeerId]) -> Speed | None:
     for peer in testers:
-        # it may have left, be busy, or be too old for a test
+        # the peer may have left, be busy, or run a version without this test
         with contextlib.suppress(PeerError):
             return await measure(peers, peer, size_bytes=SIZE_BYTES, timeout_s=_TEST_S)
     return None
 
 
 def _trainers(swarm: Swarm) -> dict[PeerId, float]:
-    """Return the other trainers' speeds in samples/s; nobody's if their records cannot be read."""
+    """Return the speeds of the other trainers in samples/s; empty if their records cannot be read."""
     prefix = f"{swarm.run_id}/{MODEL}"
     for optimizer in swarm.optimizers.values():
         prefix = optimizer.settings.prefix
@@ -289,7 +292,7 @@ def gpus_here() -> Gpus | None:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of `PACKAGES`; empty for one that is not installed."""
+    """Return the versions of `PACKAGES`; empty for a package that is not installed."""
     installed = dict.fromkeys(PACKAGES, "")
     for name in PACKAGES:
         with contextlib.suppress(PackageNotFoundError):
@@ -298,7 +301,7 @@ def versions() -> dict[str, str]:
 
 
 def judge(name: str, words: str, fix: str = "", light: Light = YELLOW) -> Check:
-    """Return a check: green without a fix, else ``light``."""
+    """Return a check: green if there is no fix, otherwise with ``light``."""
     return Check(name, light if fix else GREEN, words, fix)
 
 
@@ -359,9 +362,9 @@ def check_compute(
 
 
 def check_gpus(gpus: Gpus, *, is_rank: bool = False) -> list[Check]:
-    """Judge whether torch was built for the GPUs, computes in bfloat16, and uses them all.
+    """Judge whether torch was built for the GPUs, whether they compute in bfloat16, and whether all are used.
 
-    ``is_rank``: this process shares the GPUs with others of one `torch.distributed` job.
+    ``is_rank``: this process shares the GPUs with other processes of one `torch.distributed` job.
     """
     if not runs_on(gpus.capability, gpus.architectures):
         own = "sm_{}{}".format(*gpus.capability)
@@ -378,9 +381,10 @@ def check_gpus(gpus: Gpus, *, is_rank: bool = False) -> list[Check]:
 
 
 def runs_on(capability: tuple[int, int], architectures: Sequence[str]) -> bool:
-    """Return whether code for one of the architectures runs on a GPU, as CUDA has it.
+    """Return whether code for one of the architectures runs on a GPU, by the rules of CUDA.
 
-    Binary code (``sm_75``) runs on later minor versions of its major version, PTX (``compute_75``) on all later ones.
+    Binary code (``sm_75``) runs on the same and later minor versions of its major version. PTX (``compute_75``) runs
+    on the same and all later versions.
     """
     matches = [match for match in map(ARCHITECTURE.match, architectures) if match]
     for match in matches:
@@ -388,7 +392,7 @@ def runs_on(capability: tuple[int, int], architectures: Sequence[str]) -> bool:
         is_later = (int(major), int(minor)) <= capability
         if is_later and (kind == "compute" or int(major) == capability[0]):
             return True
-    # without a known architecture nothing speaks against this GPU
+    # if no architecture is known, assume that code runs on this GPU
     return not matches
 
 
@@ -406,7 +410,7 @@ def check_reachability(reached: Reachability) -> Check:
 
 
 def check_addresses(here: Platform, ips: Iterable[IP]) -> Check:
-    """Judge by its own addresses whether others could reach this machine; a peer's attempt would show it."""
+    """Judge by the addresses of this machine whether others could reach it; only another peer's attempt is proof."""
     public = sorted(str(ip) for ip in ips if not is_local(str(ip)))
     fix = "with an invitation, cs.doctor('swarm://…'), a peer of the run tries to dial this machine"
     if public and not here.alone:
@@ -419,7 +423,7 @@ def check_addresses(here: Platform, ips: Iterable[IP]) -> Check:
 
 
 def check_clock(skew_s: float) -> Check:
-    """Judge this peer's clock minus the swarm's."""
+    """Judge ``skew_s``, this peer's clock minus the swarm's."""
     direction = "ahead of" if skew_s > 0 else "behind"
     words = f"{abs(skew_s):,.1f} s {direction} the swarm's"
     fix = "let the system set its clock: sudo timedatectl set-ntp true"

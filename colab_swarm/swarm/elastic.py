@@ -14,7 +14,7 @@ from colab_swarm.training.settings import PeerServices, settings_for
 
 
 class SwarmElastic:
-    """A peer's part in groups of Elastic Consistency; ``optimizers`` by the model's name, the newest last."""
+    """A peer's part in groups of Elastic Consistency; has the ``optimizers`` by the model's name, the newest last."""
 
     def __init__(self, runtime: Runner, services: PeerServices, check: Callable[..., None]) -> None:
         self._runtime = runtime
@@ -27,9 +27,9 @@ class SwarmElastic:
     ) -> ElasticOptimizer:
         """Let a small group step ``optimizer`` on partial gradients; see `ElasticOptimizer`.
 
-        Waits until the group of ``peers`` members, 2 to 16 with this one, is complete. All start
-        from the first member's parameters. ``options``: see `ElasticSettings`; a ValueError if one
-        is not usable or differs from the others', a StateError if the group did not form.
+        Waits until the group is complete. It has ``peers`` members, 2 to 16 including this one. All members start
+        from the parameters of the first member. For ``options`` see `ElasticSettings`. Raises ValueError if an option
+        is not usable or differs from that of the other members, and StateError if the group did not form.
         """
         self._check(worker=True)
         prefix = f"{self._services.run_id}/elastic/{name}"
@@ -41,7 +41,7 @@ class SwarmElastic:
         return trained
 
     def meter(self, name: str = "model") -> Panel[ElasticSnapshot]:
-        """Return a live view of this member's inconsistency beside its bound."""
+        """Return a live view that compares this member's inconsistency with its bound."""
         trained = self.optimizers[name]
         return Panel(trained.snapshot, trained.close, views=ELASTIC_VIEWS)
 

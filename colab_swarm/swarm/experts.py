@@ -1,4 +1,4 @@
-"""`Swarm.experts`: host experts of a mixture, and use those of others."""
+"""`Swarm.experts`: host experts of a mixture, and use the experts of other peers."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -26,8 +26,8 @@ from colab_swarm.runtime import Runner, Runtime, on_loop
 class SwarmExperts:
     """A peer's experts (Learning@home): at most one host per prefix, one directory, and all layers and panels.
 
-    Methods raise RuntimeError after `Swarm.leave`, and PermissionError where a peer that joined as a viewer or reducer
-    would host.
+    Methods raise RuntimeError after `Swarm.leave`. `host` raises PermissionError if the peer joined as a viewer or
+    reducer.
     """
 
     def __init__(
@@ -61,20 +61,21 @@ class SwarmExperts:
     ) -> ExpertHost:
         """Host experts of a mixture on this machine's GPUs or CPU; see `ExpertHost`.
 
-        Experts of dead hosts continue from their last save. An earlier host of the prefix is stopped.
+        Experts whose hosts died continue from their last save. If this peer already hosts experts of the prefix, that
+        host is stopped.
 
         Args:
-            prefix: names the kind of experts.
-            make_expert: returns one: ``lambda: cs.moe.FeedForward(512)``, or any module that keeps
-                the shape (n, *sample).
+            prefix: name of this kind of experts.
+            make_expert: returns one expert: ``lambda: cs.moe.FeedForward(512)``, or any module whose output has the
+                shape of its input, (n, *sample).
             grid: number of experts along each dimension of the grid; the same for all peers.
-            count: how many, or their names (``["ffn.0.3"]``); None: as many as fit.
-            sample: shape of one sample; -1: any length. The experts that ship know theirs.
+            count: how many experts to host, or their names (``["ffn.0.3"]``); None: as many as fit.
+            sample: shape of one sample; -1: any length. Not needed for the experts of this package.
             rule: how each expert learns; by default Adam with learning rate 1e-3.
-            dtype: in which experts compute; their weights are float32. "auto": bfloat16, or float16 on a
-                GPU without it, or float32 on the CPU.
+            dtype: the type in which experts compute; their weights are float32. "auto": bfloat16 on a GPU that
+                supports it, float16 on another GPU, float32 on the CPU.
             devices: names such as ``["cuda:0"]``, over which the experts are spread; "all": every GPU.
-            **settings: ``folder`` stores saves for a later session; else only the copies at other
+            **settings: ``folder`` stores the saves for a later session; without it, only the copies at other
                 peers survive. ``copies``, ``spare``, ``save_s``, ``takeover_s``: see `HostPlan`.
 
         Raises:
@@ -124,9 +125,9 @@ class SwarmExperts:
     ) -> MixtureOfExperts:
         """Return a layer (..., dim) -> (..., dim) of the swarm's experts; see `MixtureOfExperts`.
 
-        ``prefix`` and ``grid`` are as given to `host`; ``k`` experts are called per sample. ``compression`` is of
-        activations and gradients, ``timeout_s`` of one call. ``settings`` are ``k_min``, ``grace_s``, ``sequences`` of
-        `MixtureOfExperts`. A ValueError if unusable.
+        ``prefix`` and ``grid`` are as given to `host`; ``k`` experts are called per sample. ``compression`` is that of
+        activations and gradients; ``timeout_s`` is the time limit of one call. ``settings`` are ``k_min``, ``grace_s``
+        and ``sequences`` of `MixtureOfExperts`. Raises ValueError if a setting is unusable.
         """
         return MixtureOfExperts(
             self._calls(compression, timeout_s), _grid(prefix, grid), dim, k=k, **settings
@@ -146,10 +147,10 @@ class SwarmExperts:
         optimizer: Optimizer,
         **settings: Any,
     ) -> AsyncTrainer[Any]:
-        """Train with many batches in flight: slow experts delay nothing; see `AsyncTrainer`.
+        """Return a trainer with many batches in flight, so that slow experts delay nothing; see `AsyncTrainer`.
 
-        ``model`` contains mixtures of experts; ``loss`` takes a copy of it and a batch. The
-        optimizer of its own parameters may come from `Swarm.optimizer`. A RuntimeError in a simulation.
+        ``model`` contains mixtures of experts; ``loss`` takes a copy of the model and a batch. ``optimizer`` steps the
+        model's local parameters, and may come from `Swarm.optimizer`. Raises RuntimeError in a simulation.
         """
         text = "a simulated peer has one thread: there, write the training loop yourself"
         require(isinstance(self._runtime, Runtime), text, RuntimeError)

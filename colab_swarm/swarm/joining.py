@@ -40,12 +40,12 @@ from colab_swarm.trust.authority import Allowlist
 logger = logging.getLogger(__name__)
 P = ParamSpec("P")
 T = TypeVar("T")
-_LAST_TIME = 1e11  # of an invitation that does not expire, seconds since the epoch
+_LAST_TIME = 1e11  # expiration of an invitation that does not expire, seconds since the epoch
 _open_swarms: set[Swarm] = set()
 
 
 def answers_name(call: Callable[P, T]) -> Callable[P, T]:
-    """Say which name is meant by ``name=``."""
+    """Let a wrong ``name=`` raise an error that says which name to pass."""
 
     @wraps(call)
     def checked(*arguments: P.args, **options: P.kwargs) -> T:
@@ -68,30 +68,32 @@ def create(
     state_dir: str | Path | None = None,
     accept_terms: Consent = False,
 ) -> Swarm:
-    """Create a run, with this peer as its authority. `Swarm.invite` returns a line to join it by.
+    """Create a run, with this peer as its authority. `Swarm.invite` returns the invitation, a line for the others.
 
-    Creating it again while it is open returns the same swarm, so you can re-run cells. Another ``peer_name`` or
-    another key file makes another run. So does creating it again after `Swarm.leave`, and the others need a new
-    invitation; with ``state_dir`` the same run continues, by this call or by ``join(state_dir=…)``.
+    A second call with the same names while the run is open returns the same swarm, so you can run a cell again. Another
+    ``peer_name`` or another key file makes another run. A call after `Swarm.leave` also makes another run, for which
+    the others need a new invitation. With ``state_dir`` the same run continues instead, by this call or by
+    ``join(state_dir=…)``.
 
     Args:
         run, peer_name: names of the run and of this peer, for people.
         access: who may join: everyone with an invitation (``invite``), or everyone who knows an address (``open``).
-        allow: of those with an invitation, only these accounts of Hugging Face may join.
-        mailbox: a bucket or shared folder that carries the rounds: ``s3://bucket/folder``, ``gs://…``,
-            ``az://…`` or ``file:///mnt/folder``. Then nobody needs to be online with another: see
-            `colab_swarm.mailbox`. Members have its keys as secrets or in the environment.
+        allow: a list of Hugging Face accounts. Then a peer needs an invitation and one of these accounts.
+        mailbox: a bucket or shared folder through which the rounds go: ``s3://bucket/folder``, ``gs://…``,
+            ``az://…`` or ``file:///mnt/folder``. Then two peers never need to be online together: see
+            `colab_swarm.mailbox`. Each peer needs the bucket's keys as secrets or in its environment.
         options: how this peer takes part in the network.
-        state_dir: a folder that saves this peer and its run, for a later session; secret but for checkpoints.
-        accept_terms: confirm that the platform's terms allow this; required on Colab. "tunnels" confirms more: you
-            use paid compute units there, and the terms allow tunnels and relays. On Colab, Kaggle and Binder the
-            options' ``tunnel`` and ``iroh`` need it.
+        state_dir: a folder that saves this peer and its run for a later session. All files in it are secret, except
+            the checkpoints.
+        accept_terms: confirm that the platform's terms allow this; required on Colab. "tunnels" also confirms that
+            you use paid compute units there, and that the terms allow tunnels and relays. On Colab, Kaggle and Binder
+            the options ``tunnel`` and ``iroh`` need "tunnels".
 
     Raises:
         ValueError: the name or the list is not usable, the folder saves a peer of another run, or the run is
             open with other options or another list.
-        StateError: the folder is in use, damaged or read-only, or its peer or run is open unsaved.
-        TermsError: the platform's terms were not accepted, or not those that a tunnel or relay needs.
+        StateError: the folder is in use, damaged or read-only, or its peer or run is open but not saved there.
+        TermsError: the platform's terms were not accepted, or the terms for a tunnel or relay were not accepted.
         TunnelError, SecretError, PortError: the tunnel, its token, or the port cannot be used.
         BucketError: the mailbox is a folder that cannot be made, or a bucket that refuses this peer or is away.
         JoinError: the mailbox lacks the run that ``state_dir`` saves.
@@ -117,7 +119,7 @@ def create(
         run_access = RunAccess.create(
             run, identity, access=chosen, allow=allow, mailbox=mailbox, key_file=options.identity
         )
-        # a key file stands for the same peer of the same run
+        # the same key file means the same peer of the same run
         if store is None:
             swarm = find_open(run_access.run_id, id=identity.id)
             if swarm is not None:
@@ -156,26 +158,31 @@ def join(
     accept_terms: Consent = False,
     send_hf_token: bool = False,
 ) -> Swarm | LanSwarms:
-    """Join the run of an invitation. A second call under the same name returns the same swarm.
+    """Join the run of an invitation. A second call with the same name returns the same swarm.
 
-    With ``state_dir`` (see `create`) this peer stays the same, also after the invitation expired, and
-    ``join(state_dir=…)`` alone brings back the peer that the folder saves, also one that created its run. Then make
-    the model and call `Swarm.optimizer` as before: training continues from the saved checkpoint or the swarm's newer
-    state. Without any argument it lists the runs in the local network: ``join(found[0])`` if it is open.
+    With ``state_dir`` (see `create`) this peer keeps its identity for later sessions, even after the invitation has
+    expired. ``join(state_dir=…)`` without an invitation brings back the peer that the folder saves, also if that peer
+    created its run. Then make the model and call `Swarm.optimizer` as before. Training continues from the saved
+    checkpoint, or from the swarm's state if that is newer.
+
+    Without any argument, the call returns a list of the runs in the local network. If the first is an open run,
+    ``join(found[0])`` joins it.
 
     Args:
         invitation: the line that `Swarm.invite` returned to another member.
-        mailbox: confirms where the rounds are. Needed if the invitation names a folder, or an ``endpoint`` other
-            than your own ``AWS_ENDPOINT_URL``; a folder may have another path on this machine.
+        mailbox: the address of the bucket or folder with the rounds, which you confirm by it. It is needed if the
+            invitation names a folder, or an ``endpoint`` other than your ``AWS_ENDPOINT_URL``. The folder may have
+            another path on this machine.
         peer_name, options, state_dir, accept_terms: see `create`.
         send_hf_token: send your Hugging Face token, the secret or environment variable ``HF_TOKEN``, to the organizer
-            of the run. Only an allowlist run needs it, now and at each renewal. Use one that may only read.
+            of the run. Only a run with an allowlist needs it, now and at each renewal of the membership. Use a token
+            that may only read.
 
     Raises:
         InviteError: the invitation is mistyped, expired or of another version.
         TokenNotSent: the run needs your token, and ``send_hf_token`` is not set.
-        JoinError: no peer that it names could be reached or admits this one, or its mailbox lacks the run.
-        StateError: the folder saves no peer, and there is no invitation; else see `create`.
+        JoinError: no peer of the invitation could be reached or admits this one, or the mailbox lacks the run.
+        StateError: the folder saves no peer, and there is no invitation. For other causes see `create`.
         ValueError, BucketError, TermsError, TunnelError, SecretError: see `create`.
     """
     if invitation is None:
@@ -251,7 +258,7 @@ def _parsed(invite: str | LanSwarm, *, returning: bool) -> Invite:
 
 
 def _token_for(invitation: Invite, *, consent: bool) -> str:
-    """Return the guest's token of Hugging Face for an allowlist run, as far as the guest agreed to send it."""
+    """Return the user's Hugging Face token for a run with an allowlist; raise TokenNotSent unless the user agreed."""
     if invitation.access != "allowlist":
         return ""
     organizer = f"the organizer of {invitation.name}, peer {short(id_of(invitation.authority))}"
@@ -267,7 +274,7 @@ def _token_for(invitation: Invite, *, consent: bool) -> str:
 
 
 def _open_in(folder: str | Path | None) -> Swarm | None:
-    """Return the swarm of this process that the folder saves; wait for one that is just leaving."""
+    """Return the open swarm of this process that the folder saves, or None; wait until a leaving one has left."""
     if folder is None:
         return None
     for swarm in list(_open_swarms):
@@ -276,13 +283,13 @@ def _open_in(folder: str | Path | None) -> Swarm | None:
             continue
         if not swarm.left:
             return swarm
-        # returns when the thread that leaves has done so
+        # returns when the other thread has finished leaving
         swarm.leave()
     return None
 
 
 def find_open(run_id: str = "", *, run: str = "", id: PeerId | None = None, name: str = "") -> Swarm | None:
-    """Return this process's swarm of a run, by the run's id, or by the name ``run`` of one that it created."""
+    """Return this process's open swarm by the id of its run, or by the name ``run`` of a run that it created."""
     for swarm in _open_swarms:
         is_run = swarm.run_id == run_id or (swarm.run == run and swarm.is_owner)
         is_peer = id in (None, swarm.id) and name in ("", swarm.name)
@@ -301,7 +308,7 @@ def _open_same(
     allow: Allowlist | None,
     mailbox: str,
 ) -> Swarm | None:
-    """Return the open swarm that `create` made by these names; raise unless it would make the same again."""
+    """Return the open swarm that `create` made with these names, or None; raise if its arguments were different."""
     swarm = find_open(run=run, name=peer_name)
     if swarm is None:
         return None
@@ -331,7 +338,7 @@ def _open_unsaved(store: PeerStore, swarm: Swarm) -> StateError:
 
 @contextlib.contextmanager
 def _reserved(state_dir: str | Path | None) -> Iterator[tuple[PeerStore | None, SavedPeer | None]]:
-    """Reserve the folder and read its peer; the folder is free again if the block raises."""
+    """Reserve the folder and read the peer in it; release the folder if the block raises."""
     if state_dir is None:
         yield None, None
         return
@@ -359,7 +366,7 @@ def _saves_another(folder: object, saved: SavedPeer) -> ValueError:
 
 
 def _mailbox_of(invitation: Invite, mailbox: str) -> str:
-    """Return the address of the run's rounds, as the user confirmed it; empty if they go over links."""
+    """Return the confirmed address of the mailbox with the run's rounds; empty if the rounds go over links."""
     if not invitation.mailbox:
         problem = f"mailbox={mailbox!r}: the rounds of this run are in no mailbox; leave it out"
         require(not mailbox, problem)
@@ -370,9 +377,10 @@ def _mailbox_of(invitation: Invite, mailbox: str) -> str:
 
 
 def peers_in_bucket(invitation: Invite, mailbox: str = "", *, name: str = "model") -> PeerTable:
-    """Return who trains the model of this ``name`` in a run whose rounds are in a bucket; writes nothing there.
+    """Return the peers that train the model ``name`` in a run whose rounds are in a bucket. Writes nothing there.
 
-    Raises `JoinError` if the run is not there or has had no round, and ValueError and `BucketError` as `join`.
+    Raises `JoinError` if the bucket lacks the run or the run has had no round yet. Raises ValueError and `BucketError`
+    as `join` does.
     """
     access = RunAccess.from_invitation(invitation, Identity(), mailbox=_mailbox_of(invitation, mailbox))
     prefix = f"{access.run_id}/{name}"
@@ -421,7 +429,7 @@ def _open(
             print(warning)
     if saved is not None:
         access = replace(access, known=saved.contacts, tally=saved.tally)
-    # a tunnel's token may have to be typed, which only the user's thread can ask for
+    # The user may have to type the token of a tunnel, and only the user's thread can ask for it.
     if isinstance(options.tunnel, str):
         options = replace(options, tunnel=settings_of(options.tunnel))
     services, network = runtime.call(_start(access, identity, name, options, store, behind_s))
@@ -473,7 +481,7 @@ async def _start(
     try:
         node = await _start_node(access, identity, options, options.port or former_port, events, wall_clock)
     except OSError:
-        # another program uses the former port now, so old invitations stop working
+        # if another program uses the former port now, take another one; old invitations then stop working
         if not former_port:
             raise
         node = await _start_node(access, identity, options, options.port, events, wall_clock)
@@ -482,10 +490,10 @@ async def _start(
         network = NetworkSession(node, access, options, services)
         await network.open(store)
     except BaseException:
-        # nothing may stay open, after an interrupt neither
+        # close the node also after an interrupt
         await node.close()
         raise
-    # on Colab and Kaggle no other machine is in the network
+    # on Colab and Kaggle there is no other machine in the local network
     if not (platforms.in_colab() or platforms.in_kaggle()):
         node.spawn(network.announce_in_lan(name))
     return services, network
@@ -505,7 +513,7 @@ async def _start_node(
         listen=options.listen,
         announce=tuple(options.announce) or None,
         iroh=options.iroh,
-        # a tunnel or relay in the options shows that the user agreed to one
+        # a tunnel or relay in the options shows that the user agreed to relays
         iroh_relays=bool(options.service) or not platforms.platform().tunnels_if,
         upload_bps=_bps(options.upload_mbit_s),
         download_bps=_bps(options.download_mbit_s),

@@ -1,7 +1,7 @@
-"""A peer's log and last state in a folder of its user, which ``colab-swarm status RUN`` and ``logs RUN`` read.
+"""A peer's log and last state, in a folder of the user that ``colab-swarm status RUN`` and ``logs RUN`` read.
 
-While a training cell runs no other cell can, and a reloaded page has lost its panel: a terminal shows the peer then.
-Nothing in the folder is secret, and only its owner may read it.
+While a training cell runs, no other cell can run, and a page that was reloaded has lost its panel. A terminal can
+still show the peer. Nothing in the folder is secret, and only its owner may read it.
 """
 
 import asyncio
@@ -27,36 +27,36 @@ from colab_swarm.snapshot import PeerRow, SwarmSnapshot, describe
 logger = logging.getLogger(__name__)
 EVERY_S = 2.0
 SILENT_S = 15.0
-"""A process that wrote nothing for so long has ended, or is frozen."""
+"""A process that wrote nothing for this time has ended or is frozen."""
 STEP_EVERY_S = 5.0
-"""A line for a step comes at most so often."""
+"""The least time between two lines for steps."""
 KEPT_S = 30 * 24 * 3600.0
 MAX_LOG_BYTES = 2 << 20
 
 
 class LastState(msgspec.Struct, frozen=True):
-    """The last state of a peer of this user."""
+    """The last state of a peer that runs under this user's account."""
 
     run_id: str
     me: str  # the peer's name
     pid: int  # of its process
     at: float  # when it was written, seconds since the epoch
     state: str  # of the peer, in one word; ``left`` is the last one
-    peers: tuple[PeerRow, ...]  # that it knows, itself included
+    peers: tuple[PeerRow, ...]  # the peers that it knows, including itself
 
     @property
     def run(self) -> str:
         return self.run_id.rpartition("-")[0]
 
     def state_now(self, now: float) -> str:
-        """Return the state; of a process that wrote nothing for `SILENT_S`, that it is silent."""
+        """Return the state, or that the process is silent if it wrote nothing for `SILENT_S`."""
         if self.state != "left" and now - self.at > SILENT_S:
             return "silent"
         return self.state
 
 
 class Logbook:
-    """Writes the state and the log of one peer, from `keep` to `close`. One that did nothing leaves nothing."""
+    """Writes the state and the log of one peer, from `keep` to `close`. A peer that did nothing leaves no files."""
 
     def __init__(self, run_id: str, peer: str, look: Callable[[], SwarmSnapshot]) -> None:
         self._run_id = run_id
@@ -65,7 +65,7 @@ class Logbook:
         self._lines = deque[str](maxlen=1000)
         self._step_at = float("-inf")
         self._worked = False
-        # nothing is written after the end
+        # held while files are written, so that nothing is written after `close`
         self._writing = threading.Lock()
         self._closed = False
 
@@ -120,7 +120,7 @@ class Logbook:
 
 
 def last_states() -> dict[Path, LastState]:
-    """Return the last state of each peer that this user's processes were, by its folder, the newest first."""
+    """Return the last state of each peer that ran under this user's account, by its folder, the newest first."""
     found = {}
     for file in _folder().glob("*/state.json"):
         with suppress(OSError, *UNDECODABLE):

@@ -41,18 +41,19 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 _PUBLISH_EVERY_S = 60.0
-_PUBLISHED_S = 180.0  # how long an announcement lasts
+_PUBLISHED_S = 180.0  # after this time an announcement expires
 SAVE_EVERY_S = 15.0
-# A new link is saved at once, as a killed peer finds back through saved peers; the delay is for its addresses.
+# A new link is saved quickly, because a killed peer comes back through saved peers. Within the delay it learns the
+# addresses of the linked peer.
 _SAVE_NEW_S = 1.0
 _LINK_S = 15.0
-DIALS = 16  # at once, of the saved peers
-# installing the package and loading a data set contact these hosts anyway
+DIALS = 16  # how many of the saved peers are dialled at the same time
+# the installation of the package and the download of a data set contact these hosts anyway
 HOSTS = (("pypi.org", 443), ("huggingface.co", 443))
 CONNECT_TIMEOUT_S = 3.0
 _ENDED = "If the run has ended, start a new one with cs.create(…); if not, ask for a new invitation"
-PATIENCE_S = 120.0  # for the trainer's next step when the session ends
-_HAND_OVER_S = 60.0  # for a last round then
+PATIENCE_S = 120.0  # how long to wait for the trainer's next step when the session ends
+_HAND_OVER_S = 60.0  # how long to wait then for a last round
 MAX_RELAYS = 64
 
 
@@ -61,20 +62,20 @@ class NetworkOptions:
     """How this peer takes part in the network.
 
     Attributes:
-        listen: accept connections; without it this peer only dials out (client mode).
+        listen: accept connections. If False, this peer only opens connections itself (client mode).
         port: TCP port to listen on; 0 takes a free one.
-        announce: addresses to give to others, such as ``ws://203.0.113.7:4500``; detected if empty.
+        announce: addresses at which others can reach this peer, such as ``ws://203.0.113.7:4500``; detected if empty.
         identity: file with this peer's key, so that it is the same peer after a restart.
-        upload_mbit_s, download_mbit_s: bounds on this peer's traffic.
-        relay: relay for peers that cannot be dialled: True, or a quota.
-        use_relays: let relays reach this peer where nothing better works.
-        iroh: let others reach this peer by iroh, which needs no account and no port: at its IP addresses
+        upload_mbit_s, download_mbit_s: limits of this peer's traffic, in Mbit/s.
+        relay: forward the traffic of peers that cannot be dialled: True, or a quota (`RelayQuota`).
+        use_relays: let others reach this peer through relays of the run if no better way works.
+        iroh: let others reach this peer by iroh, which needs no account and no port: at this peer's IP addresses
             (``direct``), through the free relays of iroh's makers (``public``; 1 GB a session), or through your
-            own iroh relay (its https address).
-        tunnel: ``ngrok`` or ``cloudflared``: a tunnel whose public address leads to this peer.
+            own iroh relay (the https address of that relay).
+        tunnel: ``ngrok`` or ``cloudflared``: a tunnel with a public address that leads to this peer.
         lan: let peers in the local network find this run.
-        session_hours: how long this machine may be used from now on; this peer leaves a few minutes
-            before. None: as long as the platform (Colab, Kaggle, Binder) lets a session live.
+        session_hours: how long this machine may be used from now on; this peer leaves a few minutes before the end.
+            None: as long as the platform (Colab, Kaggle, Binder) keeps a session.
     """
 
     listen: bool = True
@@ -99,18 +100,21 @@ class NetworkOptions:
 
     @property
     def service(self) -> str:
-        """The tunnel or relay of another company that these options use; empty if they use none."""
+        """The tunnel or relay of another company that these options use; empty if there is none."""
         if self.tunnel:
             return f"a tunnel by {getattr(self.tunnel, 'kind', self.tunnel)}"
         return "an iroh relay" if self.iroh not in (None, "direct") else ""
 
     def to_saved(self) -> dict[str, Any]:
-        """Return what a folder saves: no key file, as the folder has its own, and no tunnel token."""
+        """Return the options in the form that a folder saves: without the key file and without a tunnel's token.
+
+        The folder has its own key file.
+        """
         tunnel = self.tunnel.kind if isinstance(self.tunnel, TunnelSettings) else self.tunnel
         return asdict(replace(self, tunnel=tunnel, identity=None))
 
     def without_links(self) -> "NetworkOptions":
-        """Return them for a run in a bucket."""
+        """Return the options for a run whose rounds are in a bucket: no links to other peers."""
         return replace(self, listen=False, lan=False, use_relays=False)
 
     @classmethod
@@ -142,7 +146,7 @@ class NetworkSession:
         self.trust.contributions.expert_calls = services.expert_calls
         self.store: PeerStore | None = None  # the folder that saves this peer
         self.clock: SessionClock | None = None  # None if the session's end is unknown
-        self.stops: list[Callable[[], None]] = []  # give work back at the session's end
+        self.stops: list[Callable[[], None]] = []  # called at the session's end, to give unfinished work back
         services.averager.on_round = self._on_round
         self.reachability = ReachabilityWatch(
             node,
@@ -165,7 +169,7 @@ class NetworkSession:
             ledger.on_bucket_round(result.samples)
 
     async def open(self, store: PeerStore | None) -> None:
-        """Enter the run, and save this peer from now on; leave again if that fails."""
+        """Join the run, and save this peer in ``store`` from now on; if that fails, leave again."""
         try:
             await self._enter()
             if store is not None:
@@ -173,7 +177,7 @@ class NetworkSession:
                 self.store = store
                 self.node.spawn(self._keep_saving(store))
         except BaseException:
-            # otherwise a tunnel would stay open, after an interrupt too
+            # otherwise a tunnel would stay open; an interrupt must close it too
             await self.leave()
             raise
 
@@ -182,7 +186,7 @@ class NetworkSession:
         entries = () if self.access.mailbox else self.access.entries
         for contact in entries:
             node.learn(contact)
-        # Others must not try addresses behind a NAT, so these are announced once a peer has dialled back.
+        # Others must not try addresses behind a NAT, so this peer announces its own after a peer has dialled back.
         if entries and not self.options.announce:
             node.addresses = node.iroh.addresses
         await self.trust.join()
@@ -201,7 +205,7 @@ class NetworkSession:
             await self.announce("relays", lambda: node.contact.addresses if node.contact.direct else ())
 
     async def _link(self, entries: tuple[Contact, ...]) -> tuple[Contact, ...]:
-        """Link to the entries of the run, and return them. An owner who finds nobody there continues alone."""
+        """Link to the entries of the run, and return them. The run's owner continues alone if no entry answers."""
         node = self.node
         try:
             await enter(node, entries)
@@ -243,7 +247,7 @@ class NetworkSession:
         await asyncio.to_thread(store.write, contacts, self._membership(), tally, self.node.port or 0)
 
     async def leave(self) -> None:
-        # the stack runs the last first, and no failure or interrupt skips another
+        # the stack runs its callbacks in reverse order; a failure or interrupt in one does not skip the others
         async with contextlib.AsyncExitStack() as ends:
             ends.push_async_callback(self.reachability.close)
             if self.relay is not None:
@@ -266,12 +270,12 @@ class NetworkSession:
 
         async def wait() -> None:
             await wait_for_end(clock, self._services.events)
-            # leaving blocks, and ends the task that this is
+            # leaving blocks, and it cancels this task
             end = partial(self.end_session, clock, optimizers, leave)
             threading.Thread(target=end, name="colab-swarm-leave", daemon=True).start()
 
         self.clock = clock
-        # the node ends it when it closes
+        # the node cancels this task when it closes
         self.node.spawn(wait())
 
     def end_session(
@@ -290,13 +294,13 @@ class NetworkSession:
         if self.store is not None:
             next_step = f"continue in a new one with cs.join(state_dir={str(self.store.folder)!r})"
         reason = f"this peer has handed over and left before its session ends ({clock.reason}): {next_step}"
-        # a quarter of the time is for this, as experts and work units are given back after it
+        # a quarter of the time, because experts and work units are given back after it
         max_s = clock.leave_before_s / 4
         deadline = time.monotonic() + min(PATIENCE_S, max_s)
         trained = list(optimizers.values())
         for optimizer in trained:
             optimizer.hooks.end(reason, hand_over_s=min(_HAND_OVER_S, max_s))
-        # `leave` closes those that the user no longer steps
+        # `leave` closes the optimizers that the user no longer steps
         for optimizer in trained:
             optimizer.hooks.closed.wait(max(0.0, deadline - time.monotonic()))
 
@@ -316,7 +320,7 @@ class NetworkSession:
             logger.info("not announced in the LAN: %s", error)
 
     async def announce(self, what: str, value: Callable[[], Any]) -> None:
-        """Publish a value for the run each minute, but not while it is empty; None ends it."""
+        """Publish ``value()`` for the run each minute, except while it is empty; None ends the announcements."""
         self.node.spawn(self._publish(f"{self.access.run_id}/{what}", value))
 
     async def _publish(self, key: str, value: Callable[[], Any]) -> None:
@@ -329,11 +333,11 @@ class NetworkSession:
             await asyncio.sleep(_PUBLISH_EVERY_S)
 
     async def announced(self, what: str) -> dict[PeerId, Found]:
-        """Return the announcements of the run's peers (see `announce`), not checked, by peer."""
+        """Return the announcements of the run's peers (see `announce`) by peer; their values are not checked."""
         return await self._services.dht.get(f"{self.access.run_id}/{what}")
 
     async def relays(self) -> list[Contact]:
-        """Return the run's relays, as far as their announcements are sound."""
+        """Return the run's relays whose announcements are valid."""
         contacts = []
         records = await self.announced("relays")
         for peer, record in list(records.items())[:MAX_RELAYS]:
@@ -352,7 +356,7 @@ class NetworkSession:
 
     @property
     def gate(self) -> PauseGate:
-        """Stops this peer's background work while the user pauses it."""
+        """The gate that stops this peer's background work while the user has paused the peer."""
         return self._services.gate
 
     def token(self) -> "Token":
@@ -367,7 +371,7 @@ class NetworkSession:
 
 
 async def _stop(stop: Callable[[], Awaitable[None]]) -> None:
-    # peers that it says farewell to may be gone
+    # the peers to which it says farewell may have left
     with contextlib.suppress(PeerError):
         await stop()
 
@@ -381,14 +385,14 @@ def internet() -> bool:
             socket.create_connection(host, CONNECT_TIMEOUT_S).close()
             up.set()
 
-    # in threads, because a name lookup has no timeout
+    # each host in a thread, because a name lookup has no timeout
     for host in HOSTS:
         threading.Thread(target=try_host, args=(host,), daemon=True).start()
     return up.wait(CONNECT_TIMEOUT_S)
 
 
 async def enter(node: Node, entries: Sequence[Contact]) -> None:
-    """Link to the first of the entries that answers, `DIALS` at once in their order; `JoinError` if none does."""
+    """Link to the first entry that answers; raise `JoinError` if none does. Dials `DIALS` at a time, in their order."""
     free = asyncio.Semaphore(DIALS)
     reasons = []
 
@@ -429,7 +433,7 @@ def assemble(
 
 
 async def find_others(services: PeerServices, entries: Sequence[Contact]) -> None:
-    """Join the DHT through the entries; raise `JoinError` if there are some and none answered."""
+    """Join the DHT through the entries; raise `JoinError` if there are entries but none answered."""
     if entries and await services.dht.bootstrap(entries) == 0:
         reasons = {event.reason for event in services.events.recent(PeerLeft)}
         reason = "; ".join(sorted(reasons)) or "they do not answer"
@@ -440,7 +444,7 @@ async def find_others(services: PeerServices, entries: Sequence[Contact]) -> Non
 
 
 async def close(services: PeerServices, network: NetworkSession | None) -> None:
-    """Close the services of a peer; no failure or interrupt leaves a link open."""
+    """Close the services of a peer; also after a failure or an interrupt, all links are closed."""
     try:
         if network is None:
             await _stop(services.dht.stop)

@@ -1,4 +1,4 @@
-"""The order in which a peer reads its data: each peer has its own, or is told that it has none."""
+"""The order in which a peer reads its data. Each peer gets its own order, or a warning that it has none."""
 
 import random
 from typing import Any
@@ -19,25 +19,26 @@ _SAME_STREAM = (
 
 
 def seed_of(peer: PeerId, *purpose: object) -> int:
-    """Return a peer's own seed for a purpose, the same in each of its sessions; 60 bits."""
+    """Return a seed of 60 bits for a peer and a purpose; it is the same in all sessions of the peer."""
     return random.Random(" ".join(map(str, [peer.hex(), *purpose]))).getrandbits(60)
 
 
 def give_order(loader: Any, seed: int, epoch: int = 0) -> str:
-    """Let the next passes of a loader have the order of this ``seed``; return what to tell of it, or nothing.
+    """Give the next passes over a loader the order of this ``seed``; return a warning for the user, or "".
 
-    ``epoch`` is for parts of one order, which all peers must read in the same one.
+    ``epoch`` is for a loader that reads one part of an order that all peers share: all must be in the same epoch.
     """
     source = _source_of(loader)
     if hasattr(source, "initial_seed"):
-        # accelerate's sampler goes by the sum of both, and its loader counts its passes itself.
+        # accelerate's sampler seeds with initial_seed + epoch, and its loader counts the passes as ``iteration``.
         source.initial_seed = seed - getattr(loader, "iteration", 0)
         source.set_epoch(getattr(loader, "iteration", 0))
         return ""
     has_generator = source is not loader and hasattr(source, "generator")
     if has_generator:
         source.generator = torch.Generator().manual_seed(seed)
-    # A DistributedSampler, or a stream after split_dataset_by_node: parts of one order, which must stay one.
+    # A DistributedSampler, or a stream after split_dataset_by_node, reads a part of one order that all peers share.
+    # That order must stay the same for all.
     is_part = getattr(source, "num_replicas", 1) > 1 or getattr(source, "_distributed", None) is not None
     if hasattr(source, "set_epoch"):
         source.set_epoch(epoch if is_part else seed % (1 << 31))
@@ -55,13 +56,13 @@ def give_order(loader: Any, seed: int, epoch: int = 0) -> str:
 
 
 def _source_of(loader: Any) -> Any:
-    """Return what decides the loader's order: its sampler or batch sampler, its stream, or the loader itself."""
+    """Return the object that decides the loader's order: a sampler, a batch sampler, a stream or the loader itself."""
     data = getattr(loader, "dataset", loader)
     batch_sampler = getattr(loader, "batch_sampler", None)
     sampler = getattr(batch_sampler, "sampler", getattr(loader, "sampler", None))
     if sampler is None or isinstance(data, IterableDataset):
         return data
-    # A loader with a batch sampler of the user's own has a sampler all the same, which it does not read.
+    # A loader with a batch sampler of the user also has a sampler, but does not read it.
     if batch_sampler is not None and not hasattr(batch_sampler, "sampler"):
         return batch_sampler
     return sampler
@@ -72,9 +73,9 @@ def _reorders(stream: Any) -> bool:
     if not hasattr(stream, "set_epoch"):
         return False
     if not hasattr(stream, "_ex_iterable"):
-        # Samplers have the word, streams the method.
+        # A sampler has an attribute ``shuffle``; a stream has a method of this name.
         return bool(getattr(stream, "shuffle", True))
-    # A stream of the library datasets is a chain; shuffle(), skip() and take() add parts to it.
+    # A stream of the library `datasets` is a chain of iterables; shuffle(), skip() and take() add parts to it.
     names = ""
     parts = [stream._ex_iterable]
     while parts:
@@ -82,6 +83,6 @@ def _reorders(stream: Any) -> bool:
         names += type(part).__name__
         parts += getattr(part, "ex_iterables", [])
         parts += filter(None, [getattr(part, "ex_iterable", None)])
-    # Since its version 5 an epoch shuffles the shards of any stream, unless some of its rows are cut off.
+    # Since version 5 of `datasets`, an epoch shuffles the shards of any stream, unless some of its rows are cut off.
     shuffles_shards = stream.num_shards > 1 and not hasattr(stream, "_shuffling")
     return "Shuffle" in names or (shuffles_shards and "Skip" not in names and "Take" not in names)

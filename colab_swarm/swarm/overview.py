@@ -1,7 +1,7 @@
-"""What panels show of a peer, gathered from its services.
+"""Collect what panels show of a peer from its services.
 
-A snapshot is taken on the user's thread up to four times a second, so it only reads memory: no
-network call, no file. Slow readings run in the background and appear a moment later.
+A snapshot is taken on the user's thread up to four times a second. So it only reads memory, and makes no network
+call and reads no file. What takes longer is read in the background and appears a moment later.
 """
 
 import logging
@@ -47,7 +47,7 @@ _MAX_LOSSES = 1000
 _MAX_CONTRIBUTIONS = 20  # rows of the leaderboard
 LOG_LINES = 8
 _SAME_LOSS_S = 1.0  # reports of a lost peer by several services within this time are one event
-_STEPS_BEHIND = 2  # of a peer that is there: one that was stopped stays further behind
+_STEPS_BEHIND = 2  # a peer that trains is at most this far behind; a stopped peer falls further behind
 _MAX_NAMES = 1000
 MAX_NAME_CHARS = 40
 _NEVER = float("-inf")
@@ -57,7 +57,7 @@ Records: TypeAlias = tuple[Mapping[PeerId, ProgressRecord], Mapping[PeerId, Assi
 
 
 class Background(Generic[T]):
-    """A slow reading on a thread of its own, at most every ``every_s``, while it is looked at."""
+    """Reads a slow value on a separate thread, at most every ``every_s`` seconds, and only when `look` is called."""
 
     def __init__(self, read: Callable[[], T], *, every_s: float) -> None:
         self._read = read
@@ -67,7 +67,7 @@ class Background(Generic[T]):
         self._thread = threading.Thread()
 
     def look(self, now: float) -> T | None:
-        """Return the last reading, or None; begin another one if that is due and none goes on."""
+        """Return the last value, or None; begin the next reading if it is due and no reading is running."""
         if now - self._began_at >= self._every_s and not self._thread.is_alive():
             self._began_at = now
             self._thread = threading.Thread(target=self._run, name="colab-swarm-reading", daemon=True)
@@ -78,12 +78,12 @@ class Background(Generic[T]):
         try:
             self._value = self._read()
         except Exception:
-            # the peer may have left meanwhile; the last reading stays
+            # the peer may have left in the meantime; keep the last value
             logger.debug("reading for the panel failed", exc_info=True)
 
 
 class Overview:
-    """Makes snapshots of a peer; where it trains nothing, of the trainers of `MODEL`."""
+    """Makes snapshots of a peer. If the peer trains no model, they show the trainers of `MODEL`."""
 
     def __init__(
         self,
@@ -99,12 +99,16 @@ class Overview:
         self._optimizers = optimizers
         self._losses: tuple[tuple[int, float], ...] = ()
         self._rounds: tuple[RoundFinished, ...] = ()
-        self._events: tuple[Event, ...] = ()  # without steps and good rounds, which the figures show
-        self.unsaid = deque[Event](maxlen=100)  # those that a script has not printed yet
-        self._samples = defaultdict[str, float](float)  # of the rounds that this peer was in, by hex id
+        self._events: tuple[
+            Event, ...
+        ] = ()  # the last ones, without steps and complete rounds, which figures show
+        self.unsaid = deque[Event](maxlen=100)  # events that a script has not printed yet
+        self._samples = defaultdict[str, float](
+            float
+        )  # of the rounds in which this peer took part, by hex id
         self.plan: Communication | Plan | str = ""  # of the newest optimizer
-        self.silent: Waited | None = None  # the round waits for it
-        self._bottlenecks = set[Bottleneck]()  # of the averaging, each told once
+        self.silent: Waited | None = None  # names the peer that the round waits for
+        self._bottlenecks = set[Bottleneck]()  # bottlenecks of rounds that were shown; each is shown once
         self._names: dict[str, str] = {}  # by short id
         self._leaderboard: Background[tuple[Contribution, ...]] | None = None
         self._trainers: Background[tuple[*Records, object]] | None = None
@@ -124,7 +128,7 @@ class Overview:
         match event:
             case StepFinished(step=step, loss=loss):
                 if loss is not None:
-                    # the first loss stays, as the panel compares with it
+                    # keep the first loss, because the panel compares with it
                     losses = (*self._losses, (step, loss))
                     self._losses = (losses[0], *losses[1:][1 - _MAX_LOSSES :])
             case BatchDropped(told=False):
@@ -140,13 +144,13 @@ class Overview:
                 self._log(event)
 
     def _is_reported(self, event: PeerLeft) -> bool:
-        """Return True if another service has just reported the same loss."""
+        """Return True if another service has just reported that this peer left."""
         lost = [earlier for earlier in self._events if isinstance(earlier, PeerLeft)]
         return any(earlier.peer == event.peer and event.at - earlier.at < _SAME_LOSS_S for earlier in lost)
 
     def _on_round(self, event: RoundFinished) -> None:
         self.silent = None
-        # a member may have left when the panel shows the round, so its name is read now
+        # read the names now, because a member may have left before the panel shows the round
         self.names()
         self._rounds = (*self._rounds[1 - MAX_ROUNDS :], event)
         for member in event.members:
@@ -182,7 +186,7 @@ class Overview:
         self, *, reached: Reachability, left: bool, session: SessionTime | None = None
     ) -> SwarmSnapshot:
         now = self._runtime.time()
-        # a peer that has left starts no new reading
+        # after this peer has left, begin no new reading
         read_at = _NEVER if left else now
         names = self.names()
         trainers, assistants = self._records(read_at)
@@ -236,7 +240,7 @@ class Overview:
         return replace(snapshot, state="left") if left else snapshot
 
     def _forecast(self) -> str:
-        """Return the planned round and the usual one of the last, in words; empty without a plan."""
+        """Return the median of the last rounds and the planned round, in words; empty without a plan."""
         if not isinstance(self.plan, Plan) or not self._rounds:
             return ""
         sent_bytes = statistics.median(finished.sent_bytes for finished in self._rounds)
@@ -259,7 +263,10 @@ class Overview:
         return names
 
     def peer_of(self, text: str) -> PeerId:
-        """Return the peer of this name, these first hex digits, or this invitation's; ValueError unless it is one."""
+        """Return the peer with this name or these first hex digits of its id, or the key's id of this invitation.
+
+        Raises ValueError unless exactly one peer matches.
+        """
         if "." in text:
             return Invite.parse(text, now=0.0).key.id
         names = dict.fromkeys(self._services.peers.linked(), "")
@@ -273,7 +280,7 @@ class Overview:
         return matches[0]
 
     def _records(self, now: float) -> Records:
-        """Return the trainers and the assistants: of the model trained here, else as last read."""
+        """Return the trainers and the assistants of the model trained here; if there is none, those last read."""
         trained = self._trained()
         if trained is not None:
             view = trained.rounds.view
@@ -282,7 +289,7 @@ class Overview:
         return ({}, {}) if reading is None else reading[:2]
 
     def _contributions(self, now: float) -> tuple[ContributionRow, ...]:
-        """Return the rows of the leaderboard; meanwhile this peer's own counts of its rounds."""
+        """Return the rows of the leaderboard; until it is read, they have this peer's own counts of its rounds."""
         reading = None if self._leaderboard is None else self._leaderboard.look(now)
         rows = []
         for one in self.with_own_counts(reading or ())[:_MAX_CONTRIBUTIONS]:
@@ -292,7 +299,10 @@ class Overview:
         return tuple(rows)
 
     def with_own_counts(self, told: Iterable[Contribution]) -> tuple[Contribution, ...]:
-        """Return what was told, with at least the samples of the rounds that this peer was in; most samples first."""
+        """Return the contributions that peers told, most samples first.
+
+        Each has at least the samples that this peer counted in the rounds in which it took part.
+        """
         by_peer = {one.peer: one for one in told}
         for peer_hex, samples in dict(self._samples).items():
             peer = PeerId(bytes.fromhex(peer_hex))
@@ -319,9 +329,9 @@ def peer_rows(
     now: float,
     speeds: Mapping[PeerId, float] = MappingProxyType({}),
 ) -> tuple[PeerRow, ...]:
-    """Return a row per peer: those that train, those that assist, this one, others linked.
+    """Return a row for each peer: peers that train, peers that assist, this peer, and other linked peers.
 
-    ``now`` is loop time; ``speeds`` are samples/s by the clock, where this peer trains with others.
+    ``now`` is loop time; ``speeds`` are samples per second of wall time, if this peer trains with others.
     """
     rows: dict[PeerId, PeerRow] = {}
     step = statistics.median_high([0, *(record.step for record in trainers.values())])

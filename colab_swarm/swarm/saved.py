@@ -1,16 +1,16 @@
-"""The folder that saves a peer, to be the same peer in a later session or on another machine.
+"""The folder that saves a peer, so that it is the same peer in a later session or on another machine.
 
-    identity.key             its key: a process that has the key is this peer
-    identity.key.authority   only at the peer that created the run: whom it admitted and removed
+    identity.key             the peer's key: a process that has the key is this peer
+    identity.key.authority   only at the peer that created the run: the peers that it admitted and removed
     peer.json                run, invitation, membership, options, contributions; written often
     checkpoints/NAME/        what each optimizer has trained
     in-use.json, .lock       which process uses the folder now
 
-All but the checkpoints is secret. Files are written aside and then renamed, so a kill does no harm.
-Two processes with one key would push each other out of the swarm, so one at a time uses the folder.
-A kill frees the lock of `in-use.lock`, which its own machine notices at once (Linux), from another
-container too. File locks mean nothing to other machines on a network drive: these wait until the
-heartbeats in `in-use.json` have stopped.
+All files except the checkpoints are secret. A file is written under another name and then renamed, so a killed
+process leaves no damaged file. Two processes with one key would push each other out of the swarm, so only one process
+uses the folder at a time. If it is killed, the system frees its lock on `in-use.lock`. On Linux, other processes of
+the same machine notice this immediately, also from another container. On a network drive, other machines do not see
+the lock: they wait until the heartbeats in `in-use.json` have stopped.
 """
 
 import contextlib
@@ -36,9 +36,9 @@ from colab_swarm.project import update
 from colab_swarm.trust.authority import Allowlist
 from colab_swarm.trust.contributions import Tally
 
-STALE_S = 180.0  # without a heartbeat
+STALE_S = 180.0  # after this time without a heartbeat, the process counts as dead
 VERSION = 1
-MAX_CONTACTS = 64  # the linked ones first, then those met last
+MAX_CONTACTS = 64  # peers that are linked come first, then those that were linked most recently
 
 
 class Occupant(msgspec.Struct, frozen=True):
@@ -48,21 +48,21 @@ class Occupant(msgspec.Struct, frozen=True):
     host: str
     pid: int
     at: float  # its last heartbeat, seconds since the epoch
-    lock: str = ""  # the lock that it holds, by boot, device and file; empty if it holds none
+    lock: str = ""  # id of the lock that it holds, made of boot id, device and file; empty if it holds none
 
 
 class SavedPeer(msgspec.Struct, frozen=True):
     version: int
     run_id: str
     access: Access  # who may join the run
-    name: str  # this peer's, for people
-    invitation: str  # the one it joined with; empty if it created the run
-    allow: Allowlist | None  # the run's, at the peer that created it
-    options: dict[str, Any]  # its `NetworkOptions`, without secrets
+    name: str  # this peer's name, for people
+    invitation: str  # the invitation with which it joined; empty if it created the run
+    allow: Allowlist | None  # the allowlist of the run, if this peer created the run
+    options: dict[str, Any]  # the peer's `NetworkOptions`, without secrets
     contacts: tuple[Contact, ...] = ()  # peers that could be dialled when this was written, or before
     membership: bytes = b""
-    tally: Tally = ()  # the contributions it saw
-    port: int = 0  # where it listened, because its invitations name the port; 0 if it did not
+    tally: Tally = ()  # the contributions of peers, as this peer saw them
+    port: int = 0  # where it listened; kept because its invitations name the port; 0 if it did not listen
     mailbox: str = ""  # address of the bucket that has the run's rounds, if any
 
     @property
@@ -70,11 +70,11 @@ class SavedPeer(msgspec.Struct, frozen=True):
         return self.run_id.rpartition("-")[0]
 
     def __repr__(self) -> str:
-        return f"SavedPeer({self.name} of {self.run})"  # and no secret
+        return f"SavedPeer({self.name} of {self.run})"  # shows no secret
 
 
 def read_saved(folder: Path) -> SavedPeer | None:
-    """Read the peer that a folder saves, or None; a StateError if it is damaged or newer."""
+    """Return the peer that a folder saves, or None. Raises StateError if it is damaged or of a newer version."""
     path = folder / "peer.json"
     try:
         data = path.read_bytes()
@@ -124,7 +124,7 @@ def loss_warning(folder: Path, here: Platform) -> str:
 
 
 class PeerStore:
-    """A peer's folder, reserved for this process until `close`; a StateError if it is in use."""
+    """A peer's folder, reserved for this process until `close`. Raises StateError if the folder is in use."""
 
     # a lock that nobody refers to is released
     _open: ClassVar[set[object]] = set()
@@ -135,7 +135,7 @@ class PeerStore:
         self._record = folder / "in-use.json"
         self._name = secrets.token_hex(8)
         self._lock = FileLock(folder / "in-use.lock", mode=0o600, thread_local=False)
-        # nothing is written after the end
+        # held while files are written, so that nothing is written after `close`
         self._writing = threading.Lock()
         self._closed = False
         self._written = b""
@@ -157,7 +157,7 @@ class PeerStore:
         self.peer = self.saved
 
     def _reserve(self) -> None:
-        # another one's lock is judged with its record; some network drives have none
+        # `_require_free` judges the lock of another process by its record; some network drives have no locks
         with contextlib.suppress(Timeout, OSError, NotImplementedError):
             self._lock.acquire(timeout=0)
         while True:
@@ -168,7 +168,7 @@ class PeerStore:
             self._record.unlink(missing_ok=True)
         with os.fdopen(descriptor, "wb") as file:
             file.write(msgspec.json.encode(self._occupant()))
-        # Another process may have deleted our file, as it found the same abandoned one: the last one wins.
+        # Another process may have found the same abandoned file and deleted ours. The process that writes last wins.
         time.sleep(0.1)
         self._require_free()
         self._open.add(self)
@@ -178,9 +178,9 @@ class PeerStore:
         return Occupant(self._name, socket.gethostname(), os.getpid(), time.time(), lock)
 
     def _lock_id(self) -> str:
-        """Return an id that all containers of a machine have for the lock; empty if it has none."""
+        """Return an id of the lock that is the same in all containers of a machine; empty if there is none."""
         with contextlib.suppress(OSError):
-            # it changes when the machine boots again
+            # the boot id changes when the machine boots again
             boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
             file = Path(self._lock.lock_file).stat()
             return f"{boot} {file.st_dev} {file.st_ino}"
@@ -190,14 +190,14 @@ class PeerStore:
         try:
             other = msgspec.json.decode(self._record.read_bytes(), type=Occupant)
         except (FileNotFoundError, msgspec.MsgspecError):
-            # a garbled file is of a process that was killed while it wrote
+            # a process that was killed while it wrote leaves a garbled file
             return
         if other.store == self._name:
             return
         age_s = max(0.0, time.time() - other.at)
         is_dead = age_s >= STALE_S
         if other.lock and other.lock == self._lock_id():
-            # it lives as long as this process cannot take its lock
+            # the other process is alive as long as this process cannot take the lock
             is_dead = self._lock.is_locked
         require(
             is_dead,
@@ -218,7 +218,7 @@ class PeerStore:
     def write(self, contacts: Sequence[Contact], membership: bytes, tally: Tally, port: int = 0) -> None:
         """Save the peer's state and write a heartbeat; earlier contacts come after the linked ones.
 
-        A StateError if that fails, or another process took the folder for lack of heartbeats.
+        Raises StateError if that fails, or if another process took the folder because heartbeats were missing.
         """
         with self._writing:
             if self._closed or self.peer is None:
@@ -236,7 +236,7 @@ class PeerStore:
                 raise _unusable(self.folder, error) from error
 
     def _write_files(self, data: bytes) -> None:
-        # saving a checkpoint may have recreated an unmounted folder, without the key
+        # after the folder was unmounted, saving a checkpoint may have created it again, without the key
         if not self.key_file.exists():
             raise FileNotFoundError(None, "its identity.key is gone (was a drive unmounted?)")
         self._require_free()

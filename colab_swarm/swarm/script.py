@@ -1,4 +1,4 @@
-"""What a training loop shows: in a script lines of events and steps, in a notebook one line above the panel."""
+"""What a training loop shows: in a script, lines for events and steps; in a notebook, one line above the panel."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -19,13 +19,13 @@ if TYPE_CHECKING:
     from colab_swarm.training.optimizer import SwarmOptimizer
 
 LOOK_EVERY_S = 0.25
-_LONG_WAIT_S = 1.0  # shorter waits belong to every round
-_VERY_LONG_WAIT_S = 10.0  # after which a wait that goes on has a line
+_LONG_WAIT_S = 1.0  # shorter waits happen in every round
+_VERY_LONG_WAIT_S = 10.0  # a wait that lasts longer gets a line while it lasts
 _LINE_EVERY_S = 1.0
 
 
 class Attendance:
-    """Who trains with this peer, from one look to the next. Pure."""
+    """Remembers which peers train with this one, and reports what has changed since the last call. Pure."""
 
     def __init__(self) -> None:
         self._there: Mapping[PeerId, str] = {}
@@ -33,7 +33,7 @@ class Attendance:
         self.reasons: dict[str, str] = {}  # why a link ended, by hex id
 
     def look(self, there: Mapping[PeerId, str]) -> list[str]:
-        """Return a line for each peer that joined, left or came back; ``there`` are the names of those that train."""
+        """Return a line for each peer that joined, left or came back; ``there`` has the names of those that train."""
         lines = []
         for peer in sorted(there.keys() - self._there.keys()):
             self.reasons.pop(peer.hex(), None)
@@ -49,15 +49,17 @@ class Attendance:
 
 @dataclass(eq=False)
 class ScriptLines:
-    """Prints the lines on the user's thread: after each batch, and while that thread waits for a round."""
+    """Prints the lines on the user's thread, after each batch and while that thread waits for a round."""
 
     optimizer: "SwarmOptimizer"
-    overview: "Overview | None"  # has the log; None in a simulation, which prints steps with the name
-    now: Callable[[], float]  # the clock of ``every_s``
-    name: str  # this peer's
-    every_s: float  # least seconds from one step's line to the next
+    overview: (
+        "Overview | None"  # has the log; None in a simulation, where each line begins with the peer's name
+    )
+    now: Callable[[], float]  # the clock for ``every_s``
+    name: str  # this peer's name
+    every_s: float  # least seconds between two lines for steps
     creator: PeerId | None = None
-    invite: Callable[[], object] = str  # makes an invitation, for when the creator is away
+    invite: Callable[[], object] = str  # makes an invitation, which is shown when the creator is away
 
     def __post_init__(self) -> None:
         text = f"log_every_s={self.every_s!r}: pass seconds, such as 10"
@@ -67,7 +69,7 @@ class ScriptLines:
         self._printed_step = self.optimizer.global_step
         self._printed_at = float("-inf")
         self._looked_at = float("-inf")
-        self._told: Waited | None = None  # the long wait that has its line
+        self._told: Waited | None = None  # the last long wait for which a line was printed
         self._with_creator = False
         self._creator_left = False
 
@@ -99,7 +101,7 @@ class ScriptLines:
             _say(f"waiting for {names.get(wait.peer[:8], wait.peer[:8])} still: {wait.what}")
 
     def on_begin(self, max_steps: int) -> None:
-        """Say so if the swarm has done all steps already."""
+        """Print a line if the swarm has done all steps already."""
         step = self.optimizer.global_step
         if step >= max_steps:
             print(self._prefix + done_line(step, max_steps), flush=True)
@@ -120,7 +122,7 @@ class ScriptLines:
             print(self._prefix + _step_line(self.optimizer, step, max_steps), flush=True)
 
     def _say_invitation(self) -> None:
-        # without a peer that others can reach there is none
+        # if no peer can be reached, there is no invitation
         with suppress(SwarmError, PermissionError):
             _say(f"who created the run is away; new friends can join by {self.invite()}", 2000)
 
@@ -132,8 +134,8 @@ class ScriptLines:
 class CellView:
     """One line and the panel under a training cell.
 
-    The line is text, which the notebook saves: after a reload it stays, while the panel, a widget, is gone until the
-    cell ends, because only then can the kernel answer the page.
+    The line is text that the notebook saves, so it is still there after the page was reloaded. The panel is a widget:
+    after a reload it is gone until the cell ends, because the kernel cannot answer the page before that.
     """
 
     optimizer: "SwarmOptimizer"
@@ -170,17 +172,17 @@ class CellView:
 
 
 def done_line(step: int, max_steps: int) -> str:
-    """Return what a loop says that is over before its first batch."""
+    """Return the line of a loop that ends before its first batch."""
     return f"step {step} of {max_steps} is done: raise max_steps to train on"
 
 
 def _say(line: str, limit: int = 400) -> None:
-    """Print a line, which has names and words of peers: they must not control a terminal."""
+    """Print a line. It contains names and words of peers, which must not control the terminal."""
     print(plain(line, limit), flush=True)
 
 
 def _is_news(event: Event) -> bool:
-    """Return True if the event gets a line; a warning was shown, and `Attendance` tells of peers."""
+    """Return True if the event gets a line; warnings were shown already, and `Attendance` reports peers."""
     if isinstance(event, Waited):
         return event.seconds >= _LONG_WAIT_S
     was_shown = isinstance(event, Notice) and event.logged
@@ -191,7 +193,7 @@ def _step_line(optimizer: "SwarmOptimizer", step: int, max_steps: int) -> str:
     metrics = optimizer.metrics()
     peers = count(int(metrics["swarm_peers"]), "peer")
     speed = ""
-    # It takes two rounds to know it.
+    # The speed is known after two rounds.
     if metrics["swarm_samples_per_s"]:
         speed = f"{metrics['swarm_samples_per_s']:,.1f} samples/s from "
     loss = "" if optimizer.loss is None else f"loss {optimizer.loss:.4f}, "

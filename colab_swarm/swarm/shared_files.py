@@ -1,7 +1,7 @@
-"""Files that all peers of a run need alike, such as its tokenizer. An invitation names each by its hash.
+"""Files that all peers of a run need, such as its tokenizer. An invitation names each file by its hash.
 
-Whoever has read a file holds it for others, so it does not need the peer that began the run. Over links its holders are
-found in the DHT; in a run with a bucket the file is an object there.
+Each peer that has downloaded a file serves it to others, so the peer that began the run need not be online. In a run
+over links, peers find the holders of a file in the DHT. In a run with a bucket, the file is an object in the bucket.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ from colab_swarm.training.settings import PeerServices
 PREFIX = "file:"
 MAX_BYTES = 64 << 20
 FIND_S = 60.0
-"""A holder that answers is found within this time."""
+"""How long to search for a holder of a file that answers."""
 FileName = Annotated[str, msgspec.Meta(max_length=64)]
 _RETRY_S = 2.0
 _CALL_S = 10.0
@@ -46,7 +46,7 @@ class FetchFile(FetchChunks, frozen=True):
 
 
 class SharedFiles:
-    """A peer's files of the run, in ``folder``. Its methods run on the event loop."""
+    """The run's files at this peer, in ``folder``. The methods run on the event loop."""
 
     def __init__(self, services: PeerServices, folder: Path, bucket: Bucket | None) -> None:
         self._services = services
@@ -58,7 +58,7 @@ class SharedFiles:
         self._peers.serve_stream(FetchFile, self._send)
 
     async def share(self, data: bytes) -> str:
-        """Hold a file for the others from now on; return its name, `PREFIX` and 128 bits of its hash."""
+        """Serve a file to the others from now on; return its name, which is `PREFIX` and 128 bits of its hash."""
         require(
             len(data) <= MAX_BYTES, f"a file of {len(data):,} bytes is too large to share: {MAX_BYTES:,} fit"
         )
@@ -68,9 +68,9 @@ class SharedFiles:
         return name
 
     async def path_of(self, name: str) -> Path:
-        """Return where a file of the run lies here, fetched from its holders if need be.
+        """Return the local path of a file of the run; download the file from its holders if it is missing.
 
-        Raises JoinError if nobody who is online holds it.
+        Raises JoinError if no peer that is online holds it.
         """
         path = self._folder / name.removeprefix(PREFIX)
         with suppress(OSError):
@@ -108,7 +108,7 @@ class SharedFiles:
             await asyncio.sleep(_RETRY_S)
 
     async def _fetch(self, name: str) -> Snapshot:
-        """Fetch a file from its holders of this moment; raises StateError if none gives all of it."""
+        """Fetch a file from its present holders. Raises StateError if none of them sends the whole file."""
         if self._bucket is not None:
             file = _snapshot(await self._bucket.read(_object(name), MAX_BYTES) or b"")
             require(_name_of(file.manifest) == name, f"{name} is not in the bucket", StateError)
@@ -124,7 +124,7 @@ class SharedFiles:
             nonlocal manifest
             with suppress(PeerError):
                 answer = await self._peers.call(holder, DescribeFile(name), Manifest, timeout_s=_CALL_S)
-                # another one than that of the name is a liar's
+                # a holder that offers a file with another hash is lying
                 if _name_of(answer) == name and answer.size_bytes <= MAX_BYTES:
                     manifest = answer
                     donors.append(holder)

@@ -1,8 +1,8 @@
 """`simulate`: many peers in this process, on virtual time, with a network of your choice.
 
 The peers are ordinary `Swarm` objects and run the same code as on the internet. Only the links, the
-clock and the compute time are simulated. `Simulation.run` works through a run at once,
-`Simulation.play` shows it live:
+clock and the compute time are simulated. `Simulation.run` runs to the end without a display;
+`Simulation.play` shows the run live:
 
     lesson = cs.simulate(4).play(train)              # with sliders and a kill button
     lesson.inject("crash", "bob")                    # the same from code
@@ -41,9 +41,9 @@ from colab_swarm.swarm.swarm import Swarm
 T = TypeVar("T")
 RUN_ID = "simulation-0"
 NAMES = ("alice", "bob", "carol", "dave", "erin", "frank", "grace", "heidi")
-_SLICE_S = 0.5  # virtual time between two looks at what the user injected
+_SLICE_S = 0.5  # virtual time after which the user's injected actions are applied
 LOOK_S = 0.25  # real time between two snapshots
-MAX_ENTRIES = 4  # peers that a new one joins the DHT through
+MAX_ENTRIES = 4  # how many peers a new peer contacts to join the DHT
 
 
 class Simulation(AbstractContextManager["Simulation"]):
@@ -60,13 +60,13 @@ class Simulation(AbstractContextManager["Simulation"]):
         self._train: Callable[[Swarm], object] | None = None
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._later: set[asyncio.Task[None]] = set()
-        self._crashed: dict[str, PeerRow] = {}  # their last state
+        self._crashed: dict[str, PeerRow] = {}  # the last state of each crashed peer
         self._arriving: set[str] = set()  # peers that are joining now
         self._story: deque[str] = deque(maxlen=1000)
-        self._told_step = -1  # last step in the story
+        self._told_step = -1  # last step in the log of the run
         self._lesson: InteractiveRun | None = None
         self._mailbox = f"memory://{id(self):x}" if mailbox else ""
-        self.bucket = MemoryStore(lambda: self.time)  # of the mailbox
+        self.bucket = MemoryStore(lambda: self.time)  # stores the mailbox
         MEMORY[self._mailbox] = self.bucket
         self.results: dict[str, object] = {}
         self.swarms: dict[str, Swarm] = {}
@@ -86,10 +86,10 @@ class Simulation(AbstractContextManager["Simulation"]):
         samples_per_s: float | None = None,
         listen: bool = True,
     ) -> None:
-        """Add a peer, now or, once `run` or `play` is under way, at virtual second ``at``.
+        """Add a peer: now, or at virtual second ``at`` after `run` or `play` has begun.
 
         The ``name`` of a crashed peer starts a new process of that peer. ``samples_per_s`` is its
-        training speed, that of the others if None. ``listen=False``: it cannot be dialled.
+        training speed; None: the speed of the other peers. ``listen=False``: it cannot be dialled.
         """
         is_online = name in self.swarms or name in self._arriving
         text = f"{name} is already online: use another name, or crash it first"
@@ -126,7 +126,7 @@ class Simulation(AbstractContextManager["Simulation"]):
             try:
                 await find_others(services, entries)
             except BaseException:
-                # the name must be free for the next try, after a cancellation too
+                # the name must be free for the next try, also after a cancellation
                 services.dht.kill()
                 peers.kill(f"{name} could not join")
                 raise
@@ -157,7 +157,7 @@ class Simulation(AbstractContextManager["Simulation"]):
 
     def _on_event(self, name: str, event: Event) -> None:
         if isinstance(event, RoundFinished):
-            # another peer has reported it
+            # another peer has reported this step
             if event.step <= self._told_step:
                 return
             self._told_step = event.step
@@ -167,10 +167,10 @@ class Simulation(AbstractContextManager["Simulation"]):
             self.tell(f"{name}: {describe(event).partition(';')[0]}")
 
     def run(self, train: Callable[[Swarm], T], *, seconds: float | None = None) -> dict[str, T]:
-        """Run ``train(swarm)`` for every peer on virtual time; return the values by peer's name.
+        """Run ``train(swarm)`` for every peer on virtual time; return what each returned, by peer's name.
 
-        ``train`` is ordinary blocking code, as in a notebook cell. It stops after ``seconds`` of
-        virtual time, or when all have finished.
+        ``train`` is ordinary blocking code, as in a notebook cell. The run stops after ``seconds`` of
+        virtual time, or when all peers have finished.
         """
         self._stop_lesson()
         self.begin(train)
@@ -191,7 +191,7 @@ class Simulation(AbstractContextManager["Simulation"]):
         """Run ``train(swarm)`` for every peer in the background and show it, with controls.
 
         ``speed`` is in virtual seconds per second; ``train`` and ``seconds`` are as for `run`.
-        Without a front-end, or with ``live=False``, it runs to its end and prints the story.
+        Without a notebook's page, or with ``live=False``, the run goes to its end and prints its log.
         """
         text = f"speed={speed}, seconds={seconds}: both must be above 0"
         require(speed > 0 and (seconds is None or seconds > 0), text)
@@ -245,7 +245,7 @@ class Simulation(AbstractContextManager["Simulation"]):
         return True
 
     def fire(self, name: str, *arguments: object) -> None:
-        """Let a fault happen now, as ``network.now()`` does; call it only while no time passes."""
+        """Make a fault happen now, as ``network.now()`` does; call this only while virtual time stands still."""
         self._runtime.call(on_loop(partial(self.network.fire, name, *arguments)))
 
     def end(self) -> None:
@@ -278,7 +278,7 @@ class Simulation(AbstractContextManager["Simulation"]):
         self.close()
 
     def snapshot(self) -> SimulationSnapshot:
-        """Return what panels show; while time passes, use `InteractiveRun.snapshot` instead."""
+        """Return what the panel shows. While virtual time passes, use `InteractiveRun.snapshot` instead."""
         peers = tuple(map(self._peer, self._names))
         coming = tuple(
             f"{fault.at:.0f} s: {lessons.describe_fault(fault.name, fault.arguments)}"
@@ -311,9 +311,10 @@ class Simulation(AbstractContextManager["Simulation"]):
 
 
 class InteractiveRun:
-    """A running simulation, made by `Simulation.play`. A new one stops the former.
+    """A running simulation, made by `Simulation.play`. A new one stops the earlier one.
 
-    Injected actions happen each half second of virtual time. Change ``speed``, virtual seconds per second, any time.
+    Injected actions are applied every half second of virtual time. You can change ``speed``, in virtual seconds per
+    second, at any time.
     """
 
     running: "ClassVar[InteractiveRun | None]" = None
@@ -357,9 +358,9 @@ class InteractiveRun:
     def inject(self, verb: lessons.Verb, *arguments: str | float) -> None:
         """Change the simulation, such as ``inject("crash", "bob")``. Thread-safe.
 
-        Verbs: ``join`` (a peer; without a name, a new one), ``crash`` (a peer), ``speed`` (a peer,
-        samples per second), ``slow`` (a peer, how many times slower its connection), ``latency``,
-        ``bandwidth`` (factor), ``lose`` (share of messages).
+        Verbs, with their arguments: ``join`` (a peer's name; without it, a new peer), ``crash`` (a peer), ``speed``
+        (a peer, samples per second), ``slow`` (a peer, how many times slower its connection becomes), ``latency``
+        (factor), ``bandwidth`` (factor), ``lose`` (fraction of the messages).
         """
         self._injected.append((verb, arguments))
         self._wake.set()
@@ -380,7 +381,7 @@ class InteractiveRun:
             pass
 
     def wait(self) -> dict[str, object]:
-        """Keep the view live until the end; return or raise what ``train`` did. An interrupt ends the waiting."""
+        """Update the view until the end, then return or raise what ``train`` did. An interrupt ends the waiting."""
         self.pause(False)
         over = False
         while not over:
@@ -409,7 +410,7 @@ class InteractiveRun:
         try:
             state = self._pass_time()
         except Exception as error:
-            # a door: the user's own code failed; the panel shows it, and `wait` raises it
+            # the user's code failed: the panel shows the error, and `wait` raises it
             self._error = error
         finally:
             try:
@@ -418,9 +419,9 @@ class InteractiveRun:
                 self.end(state)
 
     def _pass_time(self) -> str:
-        """Pass slices of time until the end, a stop or a pause without an end; return the final state."""
+        """Pass slices of virtual time until the run ends or is stopped; return the final state."""
         simulation = self._simulation
-        # an idle run waits for an action: every peer has finished or crashed
+        # a run is idle if every peer has finished or crashed; it waits for an action of the user
         idle = False
         while not self._stopping:
             began = time.monotonic()
@@ -457,7 +458,7 @@ class InteractiveRun:
 
     def _act(self, verb: lessons.Verb, arguments: tuple[Any, ...]) -> None:
         simulation = self._simulation
-        # a share of lost messages is from 0 to below 1, all other numbers are above 0
+        # the fraction of lost messages is at least 0 and below 1; all other numbers are above 0
         low, high = (-1e-9, 1.0) if verb == "lose" else (0.0, math.inf)
         try:
             for argument in arguments:
@@ -488,9 +489,9 @@ def simulate(
     samples_per_s: float = 10.0,
     mailbox: bool = False,
 ) -> Simulation:
-    """Start a simulated run of peers called alice, bob, carol, …; same ``seed``, same run.
+    """Start a simulated run of peers called alice, bob, carol, …; the same ``seed`` gives the same run.
 
-    ``network`` is lan, home, dedloc16, paper_cloud, or your own; ``samples_per_s`` is per peer.
+    ``network`` is lan, home, dedloc16, paper_cloud, or your own `NetworkProfile`; ``samples_per_s`` is per peer.
     ``mailbox``: rounds go through a bucket in memory, as with ``create(…, mailbox=…)``.
     """
     require(peers >= 1, f"peers={peers}: a swarm needs at least one")

@@ -52,8 +52,8 @@ logger = logging.getLogger(__name__)
 class Swarm(contextlib.AbstractContextManager["Swarm"]):
     """One peer's membership in a run. Use `create`, `join` or `simulate` to get one.
 
-    Methods that train, host or average raise PermissionError where the peer joined as a viewer or
-    reducer; those for invitations, contributions and work units, in a simulation.
+    Methods that train, host or average raise PermissionError if the peer joined as a viewer or reducer. Methods
+    for invitations, contributions and work units raise PermissionError in a simulation.
 
     Attributes:
         id, name: this peer's id (the hash of its public key, 32 bytes) and its name for people.
@@ -61,10 +61,11 @@ class Swarm(contextlib.AbstractContextManager["Swarm"]):
         is_owner: True if this peer created the run.
         events: everything that happens to this peer, as typed events.
         optimizers: this peer's optimizers by the model's name; the newest is the last.
-        experts, elastic, work: what this peer does beside data-parallel training.
-        assistant: its help to others as a reducer, or None.
-        network: its session on the real network; None in a simulation.
-        page: ``https://HOST`` where a browser sees how to join, for new invitations; empty if none does.
+        experts, elastic, work: other ways to train, besides data-parallel training.
+        assistant: the service by which this peer helps others as a reducer (see `reduce`), or None.
+        network: this peer's session on the real network; None in a simulation.
+        page: ``https://HOST`` of a page that shows a browser how to join. New invitations contain it; empty if there
+            is no such page.
     """
 
     def __init__(
@@ -108,12 +109,15 @@ class Swarm(contextlib.AbstractContextManager["Swarm"]):
 
     @property
     def peers(self) -> PeerTable:
-        """This peer and the others: name, role, step, samples/s, loss, last heard of; print it, or go through it."""
+        """This peer and the others, as a tuple of rows that also prints as a table.
+
+        Each row has the peer's name, role, step, samples/s, loss and the time since its last sign of life.
+        """
         return PeerTable(self.snapshot().peers)
 
     @property
     def reachability(self) -> Reachability:
-        """How other peers reach this one; ``print(swarm.reachability.explain())`` tells why better ways failed."""
+        """How other peers reach this one. ``print(swarm.reachability.explain())`` says why better ways failed."""
         if self.services.mailbox:
             return Reachability(ReachabilityLevel.BUCKET, self.services.mailbox)
         if self.network is not None:
@@ -124,9 +128,10 @@ class Swarm(contextlib.AbstractContextManager["Swarm"]):
 
     @property
     def settings(self) -> dict[str, Setting | Path]:
-        """The settings of this peer's invitation, see `invite`; a file of them is fetched at first use, up to 60 s.
+        """The settings of the invitation with which this peer joined, see `invite`.
 
-        Raises JoinError if no peer that is online has the file.
+        A file among them is downloaded at its first use, which takes at most 60 s. Raises JoinError if no peer that is
+        online has the file.
         """
         invitation = None if self.network is None else self.network.access.invitation
         if invitation is None:
@@ -141,20 +146,22 @@ class Swarm(contextlib.AbstractContextManager["Swarm"]):
         uses: int | None = None,
         settings: Mapping[str, Setting | Path] | None = None,
     ) -> Invitation:
-        """Return an invitation: one line that lets others join; notebooks add a QR code.
+        """Return an invitation: one line that lets others join. Notebooks also show it as a QR code.
 
-        The peer that created the run makes new ones, others pass on theirs; in an open run all do.
+        The peer that created the run makes new invitations. Other peers pass on the invitation with which they joined.
+        In an open run all peers can make new ones.
 
         Args:
-            role: of those who join: ``worker`` (the default), ``reducer`` or ``viewer``.
+            role: of the peers that join with it: ``worker`` (the default), ``reducer`` or ``viewer``.
             hours: how long the invitation can be used; 24 by default.
-            uses: how many peers can join, by default all; needs the authority online to count.
-            settings: what those who join need alike: numbers, texts, and the `Path` of a file, such as
-                ``{"target_batch_size": 4096, "tokenizer": Path("tokenizer.json")}``. The file travels through the
-                run, from whoever has it. By default those of this peer's own invitation.
+            uses: how many peers can join with it; by default any number. The authority counts them, so it must be
+                online when a peer joins.
+            settings: values that all joining peers need: numbers, texts, and the `Path` of a file, such as
+                ``{"target_batch_size": 4096, "tokenizer": Path("tokenizer.json")}``. Joining peers download the file
+                from any peer that has it. By default, the settings of the invitation with which this peer joined.
 
         Raises:
-            JoinError: no known peer accepts connections, so nobody could use it.
+            JoinError: no known peer accepts connections, so nobody could use the invitation.
             PermissionError: only the authority can make such an invitation.
             ValueError: the role, hours or uses are out of range, or the settings are too many, long or large.
             OSError: a file of the settings cannot be read.
@@ -173,10 +180,11 @@ class Swarm(contextlib.AbstractContextManager["Swarm"]):
         return Invitation.of(invite)
 
     def remove_peer(self, peer: PeerId | str) -> None:
-        """Remove a peer from the run for good. All others close their links to it in a minute.
+        """Remove a peer from the run for good. All other peers close their links to it within a minute.
 
-        ``peer`` is its id, its first hex digits, the name of a peer that trains, or an invitation: all that joined
-        with it. Raises PermissionError without authority over the run, ValueError unless one peer matches.
+        ``peer`` is the peer's id, the first hex digits of the id, or the name of a peer that trains. An invitation
+        removes all peers that joined with it. Raises PermissionError if this peer is not the run's authority, and
+        ValueError unless exactly one peer matches.
         """
         network = self._require_network()
         if isinstance(peer, str):
@@ -184,9 +192,10 @@ class Swarm(contextlib.AbstractContextManager["Swarm"]):
         self.runtime.call(on_loop(partial(network.trust.revoke, peer)))
 
     def contributions(self) -> Leaderboard:
-        """Return each peer's contribution, as this peer saw it and linked peers tell it, most samples first.
+        """Return the contribution of each peer, most samples first.
 
-        It asks them now. Samples of the rounds that this peer was in count at once.
+        The counts are this peer's own and those of the linked peers, which this call asks. The samples of a round in
+        which this peer took part are included immediately.
         """
         names = {**self._overview.names(), short(self.id): self.name}
         told: tuple[Contribution, ...] = ()
@@ -209,26 +218,29 @@ class Swarm(contextlib.AbstractContextManager["Swarm"]):
     ) -> "SwarmOptimizer":
         """Wrap ``optimizer`` so that the whole swarm steps it together: see `SwarmOptimizer`.
 
-        A second call with the same ``name`` replaces the first optimizer and resumes its state. One that is refused
-        leaves the first as it is. Models that were initialised differently take the state of the peer that began.
+        A second call with the same ``name`` replaces the first optimizer and resumes its state. If the second call
+        raises an error, the first optimizer stays as it is. If the peers initialised their models differently, all
+        take the state of the peer that began.
 
         Args:
             optimizer: a torch optimizer over the model's parameters; of the same kind at all peers.
             target_batch_size: samples of all peers together for one global step.
-            model: whose parameters these are. Then peers match them by name, average its statistics (BatchNorm's
-                buffers) by the same weights, and refuse a peer with other frozen parameters. None: none of it.
-            scheduler: of ``optimizer``, stepped once per global step, a plateau with the swarm's loss; by nothing else.
+            model: the model that has these parameters. If it is given, peers match parameters by name, average the
+                model's statistics (BatchNorm's buffers) with the same weights as the gradients, and refuse a peer with
+                other frozen parameters. None: they do none of this.
+            scheduler: a scheduler of ``optimizer``, stepped once per global step. A `ReduceLROnPlateau` gets the
+                swarm's loss. Do not step it yourself.
             max_grad_norm: clip the averaged gradient to this norm.
             name: distinguishes several models of one run.
-            communication: how the peers exchange what they compute: "auto", as the others of this model do; a preset:
-                "synchronous", "float16", "int8", "diloco", "sparseloco"; a `Communication`; or a `plan`, whose
-                forecast the panel compares with the fact.
+            communication: how the peers exchange gradients or updates. "auto" uses the setting of the peers that
+                train this model. The presets are "synchronous", "float16", "int8", "diloco" and "sparseloco". It may
+                also be a `Communication`, or a `plan`; then the panel compares the plan's forecast with measurements.
             **options: see `TrainingSettings`.
 
         Raises:
             ValueError, TypeError: a setting is not usable.
             MismatchError: the swarm trains another model, or with other settings; the text has both values.
-            StateError: a swarm trains this model already, but no peer could send its state.
+            StateError: other peers train this model already, but none of them could send its state.
         """
         from colab_swarm.mailbox import communication_for, rounds_for
         from colab_swarm.training.optimizer import SwarmOptimizer
@@ -261,20 +273,21 @@ class Swarm(contextlib.AbstractContextManager["Swarm"]):
     def plan(
         self, model: "nn.Module | int", *, step_s: float, peers: int = 0, gb_per_hour: float | None = None
     ) -> Plan:
-        """Forecast ways to communicate by the measured line, and choose one: ``communication=`` of `optimizer`.
+        """Forecast the ways to communicate from this peer's measured bandwidth, and choose one.
 
-        Its *worth* counts synchronous steps for about the same loss, as measured with a small model.
+        Pass the result to `optimizer` as ``communication=``. The *worth* of a way is the number of synchronous steps
+        that reach about the same loss, as measured with a small model.
 
         Args:
-            model: its trained parameters are sent, or their number.
+            model: the model whose trained parameters are sent, or the number of these parameters.
             step_s: seconds in which all peers together compute ``target_batch_size`` samples.
-            peers: number of peers that train; 0: those that are linked now, at least two.
-            gb_per_hour: the most that a peer may send, and receive; None: any number.
+            peers: number of peers that train; 0: the peers that are linked now, at least two.
+            gb_per_hour: the most GB per hour that a peer may send, and that it may receive; None: no limit.
         """
         links = self.services.peers.statistics()
         line_bps = links.upload_bps, links.download_bps
         for optimizer in self.optimizers.values():
-            # Its rounds have measured more.
+            # The optimizer's rounds have measured the bandwidth with more bytes.
             line_bps = optimizer.rounds.line_bps
         linked = len(self.services.peers.linked()) + 1
         return plan_communication(
@@ -291,15 +304,17 @@ class Swarm(contextlib.AbstractContextManager["Swarm"]):
     ) -> Iterator[Any]:
         """Yield batches for a training loop, on the model's device, until the swarm's step ``max_steps``.
 
-        Each peer reads a shuffled `DataLoader` in an order of its own, and continues at its position after a
-        restart. Several loaders have a position each, by their order of first use. An endless iterator with
-        ``state_dict`` and ``load_state_dict``, such as the batches of `recipes`, keeps its own order and position.
+        Each peer reads a shuffled `DataLoader` in its own order, and continues at its position after a restart.
+        If you use several loaders, each has a position, and a restarted peer must first use them in the same order.
+        An endless iterator with ``state_dict`` and ``load_state_dict``, such as the batches of `recipes`, keeps its
+        own order and position.
 
-        ``optimizer.step()`` counts the samples of the batches since the last step; where the parts of one disagree,
-        pass ``samples=``. In a notebook a line and the panel show the progress under the cell; elsewhere a line is
-        printed for each event, and for a step each ``log_every_s`` seconds. The session's end hands samples over.
+        ``optimizer.step()`` counts the samples of the batches since the last step. If the tensors of a batch disagree
+        about their number, pass ``samples=``. In a notebook, a line and the panel under the cell show the progress.
+        Elsewhere a line is printed for each event, and at most every ``log_every_s`` seconds for a step. When the
+        session of the platform ends, this peer hands its accumulated samples over to the others.
 
-        Raises ValueError if the loader gives no batch, RuntimeError if the optimizer has left or was replaced.
+        Raises ValueError if the loader gives no batch, and RuntimeError if the optimizer has left or was replaced.
         """
         from colab_swarm.swarm.batches import BatchReader
         from colab_swarm.swarm.script import CellView, ScriptLines
@@ -310,7 +325,7 @@ class Swarm(contextlib.AbstractContextManager["Swarm"]):
         overview = None if self.network is None else self._overview
         invitation = None if self.network is None else self.network.access.invitation
         creator = None
-        # an open run has none
+        # an open run has no authority
         if invitation is not None and invitation.authority:
             creator = id_of(invitation.authority)
         lines = ScriptLines(
@@ -329,11 +344,11 @@ class Swarm(contextlib.AbstractContextManager["Swarm"]):
 
     @property
     def experts(self) -> "SwarmExperts":
-        """Hosting experts of a mixture, and layers of them (Learning@home)."""
+        """Host experts of a mixture, and use layers of experts (Learning@home)."""
         from colab_swarm.swarm.experts import SwarmExperts
 
         self._check()
-        # no cached_property: until Python 3.11 simulated peers would wait for each other at its lock
+        # Not a cached_property: up to Python 3.11 its lock would make simulated peers wait for each other.
         if self._experts is None:
             self._experts = SwarmExperts(self.runtime, self.services, self._check, self.leave)
         return self._experts
@@ -349,7 +364,7 @@ class Swarm(contextlib.AbstractContextManager["Swarm"]):
 
     @cached_property
     def work(self) -> "SwarmWork":
-        """Work units: hand out a job, or train units of another peer's (VC-ASGD)."""
+        """Work units (VC-ASGD): hand out a job, or train units of another peer's job."""
         from colab_swarm.swarm.work import SwarmWork
 
         return SwarmWork(self.runtime, self._require_network(), self.name, self._check)
@@ -357,7 +372,7 @@ class Swarm(contextlib.AbstractContextManager["Swarm"]):
     def reduce(self, name: str | None = None) -> Assistant:
         """Help others train, without torch: organize rounds, reduce, send state to late joiners.
 
-        ``name`` is the only model to help with, as given to `optimizer`; None: all of the run.
+        ``name`` is the model to help with, as given to `optimizer`; None: all models of the run.
         """
         self._check()
         if self.assistant is not None:
@@ -380,8 +395,8 @@ class Swarm(contextlib.AbstractContextManager["Swarm"]):
     def record(self, path: str | Path) -> Recorder:
         """Record events from now on as lines of JSON, which `colab_swarm.replay` draws offline.
 
-        ``close()`` of the recorder ends it, as do a second call and leaving. An earlier recording
-        in the file is continued; another file is a ValueError.
+        The recording ends with ``close()`` of the recorder, with a second call, and when this peer leaves. If the file
+        has an earlier recording, the new one is appended. Raises ValueError if the file is not a recording.
         """
         if self._recorder is not None:
             self._recorder.close()
@@ -392,10 +407,10 @@ class Swarm(contextlib.AbstractContextManager["Swarm"]):
     def try_model(
         self, question: str | None = None, *, model: "nn.Module | None" = None, tokenizer: Any = None
     ) -> "TryModel":
-        """Fill the masks of a text with the model as it is, and as this peer received it.
+        """Fill the masks of a text with the model as it is now, and as it was when this peer received it.
 
-        Without a ``question`` it shows examples and a form; the default model and tokenizer are
-        those of ``cs.recipes.albert(…, swarm=swarm)``. A ValueError without them, or without a gap.
+        Without a ``question``, it shows examples and a form. The default model and tokenizer are those of
+        ``cs.recipes.albert(…, swarm=swarm)``. Raises ValueError if there are none, or if the question has no mask.
         """
         return self.probe.try_model(question, model, tokenizer)
 
@@ -426,7 +441,8 @@ class Swarm(contextlib.AbstractContextManager["Swarm"]):
     def paused(self) -> Iterator[None]:
         """``with swarm.paused():`` stops this peer's background work while you need the machine.
 
-        Hosted experts and work units wait, no round does. Blocks may nest; do not train inside.
+        Hosted experts and work units wait until the block ends. Averaging rounds continue without this peer. Blocks
+        may nest; do not train inside.
         """
         try:
             with self.services.gate.block():
@@ -441,20 +457,20 @@ class Swarm(contextlib.AbstractContextManager["Swarm"]):
         self.runtime.call(_on_gate(self.optimizers))
 
     def unpause(self) -> None:
-        """Continue after `pause`; an active ``with swarm.paused():`` lasts to its end. Idempotent."""
+        """Continue after `pause`. Inside ``with swarm.paused():`` this peer continues after the block. Idempotent."""
         self.services.gate.release()
         self.runtime.call(_on_gate(self.optimizers))
 
     def leave(self, *, hand_over_s: float = 0.0) -> None:
-        """Leave the run and close all links, raising at the end what failed to close. Idempotent.
+        """Leave the run and close all links. Errors in closing are raised at the end. Idempotent.
 
-        ``hand_over_s``: how long to wait for a last round with the gradients accumulated here.
+        ``hand_over_s``: how many seconds to wait for a last round with the gradients that this peer has accumulated.
         """
-        # a button, the session's end and a cell may all leave at the same moment
+        # a button, the session's end and a cell may all call this at the same moment
         with self._leaving:
             if self.left:
                 return
-            # the stack closes the last part first
+            # the stack runs its callbacks in reverse order
             with contextlib.ExitStack() as parts:
                 if self._logbook is not None:
                     parts.callback(self._logbook.close)
@@ -482,7 +498,7 @@ class Swarm(contextlib.AbstractContextManager["Swarm"]):
         self.services.dht.kill()
 
     def _share(self, setting: Setting | Path) -> Setting:
-        """Return a setting as an invitation has it: a file by its name in the run."""
+        """Return a setting in the form that an invitation has: a file becomes its name in the run."""
         if not isinstance(setting, Path):
             return setting
         return self.runtime.call(self._files().share(setting.read_bytes()))
@@ -496,14 +512,14 @@ class Swarm(contextlib.AbstractContextManager["Swarm"]):
         if self._shared_files is None:
             network = self._require_network()
             folder = cache_folder() if network.store is None else network.store.folder
-            # keys of the bucket are asked for on the user's thread
+            # the user may have to type the bucket's keys, which needs the user's thread
             bucket = Bucket(self.services.mailbox, self.run_id) if self.services.mailbox else None
             make = partial(SharedFiles, self.services, folder / "files", bucket)
             self._shared_files = self.runtime.call(on_loop(make))
         return self._shared_files
 
     def _rooms(self) -> "list[SwarmExperts | SwarmElastic]":
-        """Return the parts in use that end with this peer."""
+        """Return the parts in use that must end when this peer ends."""
         return [part for part in (self._experts, self._elastic) if part is not None]
 
     def _check(self, *, worker: bool = False) -> None:
@@ -525,6 +541,6 @@ class Swarm(contextlib.AbstractContextManager["Swarm"]):
 
 
 async def _on_gate(optimizers: "Mapping[str, SwarmOptimizer]") -> None:
-    """Let the others know at once that this peer was paused or continues."""
+    """Tell the other peers immediately that this peer was paused or continues."""
     for optimizer in list(optimizers.values()):  # other threads may add one meanwhile
         optimizer.rounds.on_gate()

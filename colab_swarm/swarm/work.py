@@ -20,9 +20,9 @@ _NO_COORDINATOR = (
 
 
 class SwarmWork:
-    """A peer's work units (VC-ASGD): hand a job out to peers and to all who have its link, or train units of one.
+    """A peer's work units (VC-ASGD): hand out a job to peers and to all who have its link, or train units of a job.
 
-    Methods raise RuntimeError after `Swarm.leave`, and PermissionError where a peer joined as a viewer or reducer.
+    Methods raise RuntimeError after `Swarm.leave`, and PermissionError if the peer joined as a viewer or reducer.
     """
 
     def __init__(
@@ -34,10 +34,10 @@ class SwarmWork:
         self._check = check
 
     def coordinate(self, job: Job | str | Path, **options: Unpack[CoordinatorOptions]) -> Coordinator:
-        """Hand out a job in work units to peers here and to all who have the link.
+        """Hand out a job in work units to the peers of the run and to all who have the job's link.
 
-        Its link is announced in the run until the coordinator or the peer stops. A file may define ``job``. Errors
-        are those of `colab_swarm.workunits.coordinate`.
+        The link is announced in the run until the coordinator or the peer stops. ``job`` may also be a Python file
+        that defines ``job``. Raises the errors of `colab_swarm.workunits.coordinate`.
         """
         self._check(worker=True)
         network = self._network
@@ -49,7 +49,7 @@ class SwarmWork:
             return None if coordinator.stopped else coordinator.url
 
         volunteers = coordinator.dispatcher.state.volunteers
-        # the peer's saved tally has the earlier ones
+        # units that were accepted earlier are in the peer's saved tally already
         before = {peer: record.accepted for peer, record in dict(volunteers).items()}
 
         def units() -> dict[PeerId, int]:
@@ -58,7 +58,7 @@ class SwarmWork:
                 for peer, record in volunteers.items()
             }
 
-        # one that runs already counts on
+        # a coordinator that runs already keeps its count
         network.trust.contributions.units.setdefault(coordinator, units)
         self._runtime.call(network.announce("coordinators", link))
         network.stops.append(coordinator.close)
@@ -73,9 +73,9 @@ class SwarmWork:
         folder: str | Path | None = None,
         device: str | None = None,
     ) -> Volunteer:
-        """Train work units for the swarm's newest coordinator; see `colab_swarm.workunits.volunteer`.
+        """Train work units of the swarm's newest coordinator; see `colab_swarm.workunits.volunteer`.
 
-        A JoinError if no coordinator answers, a ValueError if its code is not trusted yet.
+        Raises JoinError if no coordinator answers, and ValueError if its code is not trusted yet.
         """
         self._check(worker=True)
         network = self._network
