@@ -1,4 +1,4 @@
-"""Learning@home's mixture of experts: peers host them, trainers find and call them. See README.md here."""
+"""Learning@home's mixture of experts: peers host experts, trainers find and call them. See README.md here."""
 
 from colab_swarm.moe.blocks import FeedForward, PaperTransformerBlock, TransformerBlock
 from colab_swarm.moe.expert import PAPER_RULE, ExpertRule

@@ -1,8 +1,10 @@
 """The calls that wait at a host of experts: their memory, their merging into batches, their computation.
 
-The key whose oldest call waited longest comes first, and its oldest calls. The memory of a call is that
-of the parts received so far. A caller may hold as much as is still free (Choudhury and Hahne, 1998):
-one alone gets half, two get a third each. A call that exceeds it, also midway, is answered as busy.
+Calls with the same `Key` can be merged. The next batch has the key whose oldest call has waited longest, and takes
+this key's oldest calls. The memory of a call is that of the parts received so far. All calls of one caller may
+together hold at most as much memory as is still free (Choudhury and Hahne, 1998). So a single caller gets half of the
+memory, and two callers get a third each. A call that would exceed this limit gets a busy answer, even if a part of it
+was already received.
 """
 
 import asyncio
@@ -23,13 +25,13 @@ from colab_swarm.tensors.device import Arrival
 
 PART_BYTES = 120 << 10
 MIN_RETRY_S = 0.05
-LONGEST_RETRY_S = 10.0  # also that of a paused host
+LONGEST_RETRY_S = 10.0  # a paused host also answers with this delay
 Answer: TypeAlias = list[Buffer]  # the encoded parts of the tensor for the caller
 Outcome: TypeAlias = Answer | BaseException
 
 
 class Excerpt(NamedTuple):
-    """The answer to one call, among the outputs of its batch."""
+    """The answer to one call: its rows in the outputs of the batch."""
 
     outputs: Arrival
     first: int
@@ -39,7 +41,7 @@ Computed: TypeAlias = tuple["Call", Excerpt | BaseException]
 
 
 def spans(numel: int, codec: Codec) -> Iterator[slice]:
-    """Yield the values of each part of a tensor: whole codec blocks, at most `MAX_BLOCKS` and `PART_BYTES`."""
+    """Yield the range of values of each part of a tensor: whole codec blocks, at most `MAX_BLOCKS` and `PART_BYTES`."""
     step = min(PART_BYTES // codec.encoded_bytes(BLOCK_VALUES), MAX_BLOCKS) * BLOCK_VALUES
     return (slice(start, min(start + step, numel)) for start in range(0, numel, step))
 
@@ -61,7 +63,7 @@ class Key(NamedTuple):
 
 @dataclass(eq=False)
 class Call:
-    """A call of some samples and the future that its handler awaits."""
+    """A call with some samples, and the future for which its handler waits."""
 
     key: Key
     caller: PeerId
@@ -71,11 +73,11 @@ class Call:
     codec: Codec
     answer: asyncio.Future[Answer]
     parts: list[memoryview] = field(default_factory=list)  # as received
-    held_bytes: int = 0  # received; kept until the answer, of about the same size, is sent
-    received: bool = False  # completely
+    held_bytes: int = 0  # bytes received; counted until the answer, which has about the same size, is sent
+    received: bool = False  # whether all parts were received
 
     def decode_into(self, tensors: Sequence[Floats]) -> None:
-        """Decode the parts and free them; raise `ValueError` for one that is no tensor or not finite."""
+        """Decode the parts and free them; raise `ValueError` for a part that is no tensor or not finite."""
         parts = iter(self.parts)
         for tensor in tensors:
             flat = tensor.reshape(-1)
@@ -86,11 +88,11 @@ class Call:
 
 
 class Unusable(Refusal):
-    """The caller's own tensors are the fault."""
+    """The tensors that the caller sent are the cause of the failure."""
 
 
 class Batching:
-    """The calls at one host: a queue of waiting ones per `Key`, and the memory of all."""
+    """The calls at one host: a queue of waiting calls for each `Key`, and the memory that all calls hold."""
 
     def __init__(self, limits: BatchLimits) -> None:
         self.limits = limits
@@ -98,12 +100,14 @@ class Batching:
         self._inside: dict[Call, None] = {}
         # bytes by caller
         self._held = Counter[bytes]()
-        self._byte_s = 1e-9  # to compute a byte of a call, mean of the last batches; the first is a guess
+        self._byte_s = (
+            1e-9  # seconds to compute one byte of a call, mean of the last batches; starts with a guess
+        )
 
     def admit(self, call: Call) -> float | None:
-        """Let a call in; return None, or the seconds to wait before a retry if there is no room for it now.
+        """Admit a call and return None, or return the seconds to wait before a retry if there is no memory now.
 
-        Raises `ValueError` if the call is empty, or has more bytes than any batch.
+        Raises `ValueError` if the call is empty, or has more bytes than a batch may have.
         """
         if call.samples < 1:
             raise ValueError(f"a call of {call.samples} samples: send at least one")
@@ -128,7 +132,7 @@ class Batching:
         after = call.held_bytes + more_bytes
         own = self._held[call.caller] - call.held_bytes
         free = self.limits.max_held_bytes - held - more_bytes
-        # a caller's only call may fill what is free: it may be as large as a batch
+        # the only call of a caller may use all free memory, because it may be as large as a batch
         if free >= 0 and (not own or own + after <= free):
             return None
         return min(max(MIN_RETRY_S, held * self._byte_s), LONGEST_RETRY_S)
@@ -190,7 +194,7 @@ class Batching:
 
 
 def compute(expert: Expert, calls: Sequence[Call]) -> list[Computed]:
-    """Begin to compute calls of one key as one batch. `finished` waits for their answers."""
+    """Begin to compute calls of one key as one batch; `finished` waits for the answers."""
     samples = sum(call.samples for call in calls)
     key = calls[0].key
     row = 0
@@ -216,11 +220,15 @@ def compute(expert: Expert, calls: Sequence[Call]) -> list[Computed]:
 def _computed(
     function: Callable[..., Tensor], calls: Sequence[Call], tensors: Sequence[Tensor]
 ) -> list[Computed]:
-    """Return the calls in order; a backward that failed otherwise may have stepped: not retried."""
+    """Return the calls in order, with their outputs or errors. After a failure, compute each call separately.
+
+    A failed backward is retried in this way only after a `FloatingPointError`, because otherwise the expert may have
+    taken a step.
+    """
     sizes = [call.samples for call in calls]
     try:
         outputs = Arrival(function(*tensors).contiguous())
-    except Exception as error:  # the user's module may raise anything: the server reports it
+    except Exception as error:  # the user's module may raise any error; the server reports it
         bad_data = isinstance(error, FloatingPointError)
         if len(calls) == 1 or not (bad_data or len(tensors) == 1):
             failure = Unusable(str(error)) if bad_data else error
@@ -235,7 +243,7 @@ def _computed(
 
 
 def finished(computed: Sequence[Computed]) -> list[tuple[Call, Outcome]]:
-    """Wait for what a device computes; return the answer or the error of each call."""
+    """Wait until the device has computed; return the answer or the error of each call."""
     answers: list[tuple[Call, Outcome]] = []
     for call, result in computed:
         answer: Outcome
@@ -245,9 +253,9 @@ def finished(computed: Sequence[Computed]) -> list[tuple[Call, Outcome]]:
             else:
                 outputs = result.outputs.read()[result.first : result.first + call.samples]
                 answer = list(encoded(outputs.numpy(), call.codec))
-        except ValueError as error:  # not finite: some codecs cannot represent it
+        except ValueError as error:  # the values are not finite, which some codecs cannot represent
             answer = Refusal(f"{call.key.uid} answers with {error}")
-        except Exception as error:  # the device failed after all
+        except Exception as error:  # the device failed after the computation had begun
             answer = error
         answers.append((call, answer))
     return answers

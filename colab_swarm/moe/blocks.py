@@ -1,4 +1,4 @@
-"""Modules for experts: blocks that map a batch to the same shape; ours, and the published ones.
+"""Modules for experts: blocks whose output has the shape of their input. Some are ours, some are published ones.
 
 Axes: B samples, L places of a sequence, D width, H heads, E width of a head.
 """
@@ -37,8 +37,8 @@ class FeedForward(nn.Module):
 class TransformerBlock(nn.Module):
     """A pre-norm Transformer encoder block: self-attention and a feed-forward layer of width ``hidden``.
 
-    The published block is another one: `PaperTransformerBlock`. ``heads`` must divide ``dim``, the
-    width of the embeddings; ``hidden`` None: 4 * ``dim``.
+    The published block differs: see `PaperTransformerBlock`. ``dim``, the width of the embeddings, must be a multiple
+    of ``heads``; ``hidden`` None: 4 * ``dim``.
     """
 
     def __init__(self, dim: int, heads: int, hidden: int | None = None) -> None:
@@ -58,10 +58,10 @@ class TransformerBlock(nn.Module):
 class PaperTransformerBlock(nn.Module):
     """The published Transformer block: post-norm, GELU, 16 heads, dropout of 0.1 (Learning@home, section 4.1).
 
-    The paper lets backward compute forward again. Here the masks of a sample depend on its bits and on
-    ``salt``, to which `Expert` sets its name. So forward and backward have the same masks, whatever calls are
-    merged with them, and an expert drops equal samples alike; the published code draws new masks. After
-    ``eval()`` none are drawn.
+    In the paper, backward computes forward again. Here the dropout masks of a sample depend only on the bits of the
+    sample and on ``salt``, which `Expert` sets to its name. So forward and backward have the same masks, whichever
+    calls are merged with them, and equal samples have equal masks in one expert. The published code draws new masks in
+    backward. After ``eval()`` there is no dropout.
     """
 
     def __init__(self, dim: int, heads: int = 16, hidden: int | None = None) -> None:
@@ -94,7 +94,7 @@ class PaperTransformerBlock(nn.Module):
         return y_BLD
 
     def _drop_of(self, x_BLD: Tensor) -> Callable[[Tensor], Tensor]:
-        """Return a function that drops a share of the values, another one at each call."""
+        """Return a function that drops a fraction of the values, with a new mask at each call."""
         if not self.training:
             return lambda values: values
         generators = []

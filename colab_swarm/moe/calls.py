@@ -1,12 +1,13 @@
-"""Calls of experts, at the caller and at the host. Every fault of a peer is an `ExpertError`.
+"""Calls of experts, at the caller and at the host. Each fault of a peer raises an `ExpertError`.
 
-A call is one stream. The caller sends its tensors in parts (backward: inputs, then gradients) and
-keeps its end open until the answer: a stream that ends or breaks earlier cancels the call. The
-answer is one tensor of the same shape, a part that says the host is busy, or a refusal.
+A call is one stream. The caller sends its tensors in parts (for backward: the inputs, then the gradients) and
+keeps its side of the stream open until the answer. A stream that ends or breaks earlier cancels the call. The
+answer is one tensor of the same shape, or a part that says that the host is busy, or a refusal.
 
-The host merges calls of any trainers into batches. The event loop receives and sends parts; the
-thread of the expert's device decodes, checks, computes and encodes. Between them are `Batching`, under
-a lock, and one short task per call: it begins the next batch, whichever call that contains.
+The host merges calls of different trainers into batches. The event loop receives and sends parts. The
+thread of the expert's device decodes, checks, computes and encodes. Both use one `Batching`, protected by a lock.
+For each call, the event loop gives the thread one short task. The task begins the next batch, which need not contain
+this call.
 """
 
 import asyncio
@@ -54,19 +55,20 @@ from colab_swarm.tensors.device import in_main_memory
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 MAX_RETRY_S = 60.0
-# an answer's norm relative to that of the inputs and of ones, measured: at most 6; relative to the gradients'
-# norm, measured where a layer norm blows up inputs of 0.001: 18,000
+# Limits of an answer's norm. Forward: relative to the norm of the inputs plus that of as many ones; measured were at
+# most 6. Backward: relative to the norm of the gradients; measured were 18,000, where a layer norm scales up inputs of
+# 0.001.
 MOST_FORWARD = 1e3
 MOST_BACKWARD = 1e6
-DECAY = 0.99  # of an expert's share, per batch without it
-FORGOTTEN = 1e-4  # an expert with less was not used for about a thousand batches: it is dropped
-LAST = 200  # calls of an expert that are remembered
+DECAY = 0.99  # with each batch that does not use an expert, the expert's share is multiplied by this
+FORGOTTEN = 1e-4  # an expert with a smaller share was not used for about a thousand batches, and is dropped
+LAST = 200  # how many calls of an expert are remembered
 CALL_TIMEOUT_S = 60.0  # from a call's opening until its answer is sent
 CLOSE_TIMEOUT_S = 5.0
 LINK_BUSY_RETRY_S = 1.0
-LONGEST = 4096  # of a sequence: attention takes the square of it
+LONGEST = 4096  # longest sequence: attention needs memory proportional to the square of the length
 SHOWN_CHARS = 80
-NAMED_S = 3600.0  # between two events that name a caller
+NAMED_S = 3600.0  # least time between two events about the same caller
 
 
 class ForwardExpert(Message, frozen=True):
@@ -79,11 +81,11 @@ class ForwardExpert(Message, frozen=True):
 
 
 class BackwardExpert(ForwardExpert, frozen=True):
-    """Requests gradients w.r.t. the inputs and lets the expert learn; two tensors follow: inputs, gradients."""
+    """Requests gradients w.r.t. the inputs, and lets the expert learn; two tensors follow: inputs, then gradients."""
 
 
 class Part(Message, frozen=True):
-    """Consecutive values of a tensor, in the payload; or, if busy: call again in ``busy_s`` seconds."""
+    """Consecutive values of a tensor, in the payload. A busy host sends ``busy_s``: call again after these seconds."""
 
     busy_s: float | None = None
 
@@ -94,17 +96,17 @@ class MixtureStatistics:
 
     batches: int = 0  # forward passes
     answers: int = 0  # forward calls that succeeded
-    failures: int = 0  # forward calls that failed or were later than the grace period
-    lost_gradients: int = 0  # backward calls that failed: the part of that expert counted as zero
-    unanswered: int = 0  # samples without any answer, which passed unchanged
+    failures: int = 0  # forward calls that failed, or were answered after the grace period
+    lost_gradients: int = 0  # backward calls that failed; the gradient from that expert counted as zero
+    unanswered: int = 0  # samples for which no expert answered; the layer returned them unchanged
 
 
 class ExpertCalls:
-    """Calls experts on any peer; a layer and its deep copies share one, and with it their statistics.
+    """Calls experts on any peer. A layer and its deep copies share one object, so they also share the statistics.
 
-    A busy expert is called again after the delay that its host requests. ``timeout_s`` is for
-    finding experts, and again for calling one, dialling and retries included. Warning: onebit, topk and
-    sparseloco have no error feedback here. Train with them from the start, or use int8.
+    A busy expert is called again after the delay that its host requests. ``timeout_s`` is the time limit for finding
+    experts, and again for one call, including dialling and retries. Warning: onebit, topk and sparseloco have no
+    error feedback here. If you use one of them, use it from the start of the training; otherwise use int8.
     """
 
     def __init__(
@@ -121,7 +123,7 @@ class ExpertCalls:
         self.timeout_s = timeout_s
         self._peers = peers
         self._codec = codec_of(codec)
-        self._lock = threading.Lock()  # of counters and shares
+        self._lock = threading.Lock()  # protects the counters and shares
         self._counts = Counter[str]()
         self._shares: dict[str, float] = {}
 
@@ -135,7 +137,7 @@ class ExpertCalls:
         return self
 
     def count(self, **more: int) -> None:
-        """Add to the counters of `MixtureStatistics`; this and the next three are thread-safe."""
+        """Add to the counters of `MixtureStatistics`. This method and the next three are thread-safe."""
         with self._lock:
             self._counts.update(more)
 
@@ -144,7 +146,7 @@ class ExpertCalls:
             return MixtureStatistics(**self._counts)
 
     def on_batch(self, weights: Mapping[str, float]) -> int:
-        """Record a batch that was mixed with these sums of weights; return how many other experts are known."""
+        """Record the sums of mixing weights that experts had in a batch; return how many other experts are known."""
         total = sum(weights.values())
         with self._lock:
             if total:
@@ -164,13 +166,17 @@ class ExpertCalls:
             return {uid: share / total for uid, share in sorted(self._shares.items())}
 
     async def forward(self, info: ExpertInfo, inputs: Floats) -> Floats:
-        """Return outputs for ``inputs`` (n, *shape); raise `ExpertError` if late, not finite or of another shape."""
+        """Return the outputs for ``inputs`` (n, *shape).
+
+        Raises `ExpertError` if they are late, not finite or of another shape.
+        """
         return await self._call(ForwardExpert, info, [inputs])
 
     async def backward(self, info: ExpertInfo, inputs: Floats, grads: Floats) -> Floats:
-        """Return the gradient w.r.t. ``inputs``, given that w.r.t. the outputs; the expert takes an optimizer step.
+        """Return the gradient w.r.t. ``inputs``; the expert takes an optimizer step.
 
-        Raises `ExpertError` as `forward` does. It is then unknown whether the expert learned.
+        ``grads`` is the gradient w.r.t. the outputs. Raises `ExpertError` as `forward` does. It is then unknown
+        whether the expert learned.
         """
         return await self._call(BackwardExpert, info, [inputs, grads])
 
@@ -193,7 +199,7 @@ class ExpertCalls:
         return values
 
     async def attempt(self, kind: type[ForwardExpert], info: ExpertInfo, tensors: Sequence[Floats]) -> Floats:
-        """Call an expert once, without a timeout for the answer or a report to the directory.
+        """Call an expert once. The answer has no timeout, and the directory gets no report.
 
         Raises `ExpertError` as `forward` does, with ``retry_s`` if the expert or the link is busy.
         """
@@ -207,7 +213,7 @@ class ExpertCalls:
                     values = (await self._receive(stream, inputs.size)).reshape(inputs.shape)
                     _require_bounded(values, tensors)
                     return values
-                finally:  # a host that is busy or refuses may answer before it has received everything
+                finally:  # a host that is busy or refuses may answer before it has received all parts
                     await end_tasks(sending)
         except (PeerError, ValueError) as error:
             busy = isinstance(error, CallRefused) and error.code == "busy"
@@ -223,7 +229,7 @@ class ExpertCalls:
             for tensor in tensors:
                 for part in encoded(np.ascontiguousarray(tensor, np.float32), self._codec):
                     await stream.send(Part(), part)
-        except ValueError as error:  # from the codec: ends the wait for the answer
+        except ValueError as error:  # the codec failed; end the wait for the answer
             stream.reset(str(error))
 
     async def _receive(self, stream: Stream, numel: int) -> Floats:
@@ -234,7 +240,9 @@ class ExpertCalls:
             except StreamEnded as error:
                 raise ExpertError(f"sent {span.start} of {numel} values") from error
             if part.busy_s is not None:
-                retry_s = max(0.0, min(MAX_RETRY_S, part.busy_s))  # in this order, NaN becomes the maximum
+                retry_s = max(
+                    0.0, min(MAX_RETRY_S, part.busy_s)
+                )  # with `min` inside `max`, NaN becomes the maximum
                 raise ExpertError(f"busy: call again in {retry_s:.2g} s", retry_s=retry_s)
             values[span] = self._codec.decode(payload, span.stop - span.start)
             require(all_finite(values[span]), "sent values that are not finite", ExpertError)
@@ -242,8 +250,8 @@ class ExpertCalls:
 
 
 def _require_bounded(values: Floats, tensors: Sequence[Floats]) -> None:
-    """Raise `ExpertError` if an answer is out of proportion to the last tensor of its call."""
-    with np.errstate(over="ignore"):  # a stranger's values may overflow
+    """Raise `ExpertError` if the norm of an answer is too large for the last tensor of its call."""
+    with np.errstate(over="ignore"):  # the values of an unknown peer may overflow
         given = float(np.linalg.norm(tensors[-1]))
         norm = float(np.linalg.norm(values))
     if len(tensors) > 1:
@@ -256,15 +264,15 @@ def _require_bounded(values: Floats, tensors: Sequence[Floats]) -> None:
 
 @dataclass(frozen=True)
 class ExpertStatistics:
-    """Counters of one expert since this peer hosts it, and rates of its last `LAST` calls."""
+    """Counters of one expert since this peer began to host it, and rates over its last `LAST` calls."""
 
     uid: str  # its name
     step: int  # optimizer steps in its weights
-    samples: int  # answered, forward and backward
-    calls: int  # answered
+    samples: int  # samples in answered calls, forward and backward
+    calls: int  # answered calls
     batch_size: float | None  # mean samples per computed batch; None before the first
     queued: int  # samples that wait now
-    calls_per_s: float  # of the last calls, until now, forward and backward
+    calls_per_s: float  # rate of the last calls until now, forward and backward
     samples_per_s: float
     latency_s: float | None  # median of the last calls, from arrival to answer; None before the first
 
@@ -275,7 +283,7 @@ class _Served:
     samples: int = 0
     calls: int = 0
     batches: int = 0
-    # of each call the time of its answer, the seconds that it waited, and its samples
+    # for each call, the time of its answer, the seconds that it waited, and its samples
     last: deque[tuple[float, float, int]] = field(default_factory=partial(deque, maxlen=LAST))
 
     def count(self, batch: Sequence[Call], now: float) -> None:
@@ -303,10 +311,10 @@ class _Served:
 
 
 class ExpertServer:
-    """Serves experts to the swarm, a thread for each device. One per peer; made and used on the event loop.
+    """Serves experts to the swarm, with a thread for each device. One per peer, made and used on the event loop.
 
-    ``events`` gets a `Fault` when an expert's own code fails, and a `PeerRefused` for a caller whose tensors are
-    refused. While ``gate`` is closed new calls get a busy answer, and admitted ones wait.
+    ``events`` gets a `Fault` when the code of an expert fails, and a `PeerRefused` when a caller's tensors are
+    refused. While ``gate`` is closed, new calls get a busy answer, and admitted calls wait.
     """
 
     def __init__(
@@ -317,9 +325,9 @@ class ExpertServer:
         self._gate = gate or PauseGate()
         self._threads: dict[torch.device, DeviceThread] = {}
         self._served: dict[str, _Served] = {}
-        self._computed: dict[torch.device, list[Computed]] = {}  # begun, and not answered yet
+        self._computed: dict[torch.device, list[Computed]] = {}  # begun, but not answered
         self._named = LeftOut[PeerId](NAMED_S, NAMED_S)
-        self._lock = threading.Lock()  # of the batching, which loop and thread share
+        self._lock = threading.Lock()  # protects the batching, which the loop and the threads share
         self._batching = Batching(limits or BatchLimits())
         peers.serve_stream(ForwardExpert, self._serve, role=Role.WORKER)
         peers.serve_stream(BackwardExpert, self._serve, role=Role.WORKER)
@@ -329,22 +337,22 @@ class ExpertServer:
         if device not in self._threads:
             thread = self._threads[device] = DeviceThread()
             if device.type == "cuda":
-                # its context must be of this thread: torch warns otherwise
+                # torch warns unless the thread itself sets the device
                 thread.submit(torch.cuda.set_device, device)
                 thread.submit(lambda: torch.empty(1, device=device))
         return self._threads[device].run(function)
 
     def emptiest(self, devices: Sequence[torch.device]) -> torch.device:
-        """Return the device of these with the fewest experts."""
+        """Return the one of these devices that has the fewest experts."""
         busy = Counter(served.expert.device for served in self._served.values())
         return min(devices, key=lambda device: busy[device])
 
     def add(self, expert: Expert) -> None:
-        """Start to answer calls of this expert."""
+        """Begin to answer calls of this expert."""
         self._served[expert.uid] = _Served(expert)
 
     def remove(self, uid: str) -> Expert:
-        """Refuse calls of this expert, waiting ones too; a batch may still run on its device."""
+        """Refuse calls of this expert, also those that wait; a batch may still run on its device."""
         return self._served.pop(uid).expert
 
     def statistics(self) -> dict[str, ExpertStatistics]:
@@ -359,7 +367,9 @@ class ExpertServer:
         self._peers.unserve(BackwardExpert)
         self._served.clear()
         for thread in self._threads.values():
-            with contextlib.suppress(TimeoutError, RuntimeError):  # an expert that hangs; closed already
+            with contextlib.suppress(
+                TimeoutError, RuntimeError
+            ):  # an expert hangs; the thread is closed already
                 async with asyncio.timeout(CLOSE_TIMEOUT_S):
                     await thread.run(lambda: None)
             thread.shutdown(wait=False)
@@ -452,7 +462,7 @@ class ExpertServer:
             await end_tasks(leaving)
 
     def _work(self, device: torch.device) -> list[list[tuple[Call, Outcome]]]:
-        """Begin the next batch; return the answers of the one before, and its own if no other follows."""
+        """Begin the next batch; return the answers of the batch before, and of this batch if no other follows."""
         began = time.perf_counter()
         with self._lock:
             calls = self._batching.take(device)
@@ -464,12 +474,14 @@ class ExpertServer:
                 if served is None or served.expert.device != device:
                     raise _gone(uid)
                 beginning = compute(served.expert, calls)
-            except BaseException as error:  # SystemExit in a user's module; no memory for the batch
+            except (
+                BaseException
+            ) as error:  # such as SystemExit in a user's module, or no memory for the batch
                 beginning = [(call, error) for call in calls]
         ending = [self._computed.pop(device, [])]
         with self._lock:
             follows = self._batching.waits(device)
-        # on the CPU nothing is computed beside it: the answers would only be late
+        # A CPU does not compute while this thread continues, so waiting for the next batch would only delay answers.
         if follows and not in_main_memory(device):
             self._computed[device] = beginning
         else:
@@ -501,7 +513,7 @@ class ExpertServer:
         if isinstance(answer, Unusable) and self._named.fail(call.caller, now) is not None:
             self._events.emit(PeerRefused(now, call.caller.hex(), f"a call for {uid}", str(answer)))
         if call.answer.done():
-            return  # the caller has gone
+            return  # the caller has left
         if isinstance(answer, BaseException):
             call.answer.set_exception(answer)
         else:
@@ -513,7 +525,7 @@ def _gone(uid: str) -> Refusal:
 
 
 def fits(shape: Sequence[int], expected: Sequence[int]) -> bool:
-    """Return True for the shape of samples that an expert of the shape ``expected`` takes."""
+    """Return True if an expert of the shape ``expected`` takes samples of this shape."""
     if len(shape) != len(expected):
         return False
     for side, wanted in zip(shape, expected, strict=True):

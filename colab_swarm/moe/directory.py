@@ -1,6 +1,6 @@
-"""Directory of live experts: hosts announce theirs, trainers look them up.
+"""Directory of live experts: hosts announce their experts, trainers look them up.
 
-Look-ups are cached until a record expires, on this peer's monotonic clock. `Directory.rivals` has the
+Look-ups are cached at most until a record expires, on this peer's monotonic clock. `Directory.rivals` has the
 rule for two hosts of one expert. See `colab_swarm.moe.grid` for the records and the beam search.
 """
 
@@ -44,29 +44,35 @@ ABSENT_S = 3.0  # how long an empty look-up is cached
 SETTLE_S = 2.0  # minimum wait between a claim and the check for other claims
 FIRST_BAN_S = 5.0
 LONGEST_BAN_S = 300.0
-WITNESSES = 2  # hosts that announce a prefix; the others stay silent
-EXTRA_WAITS = 3  # rounds of look-ups per search beyond one per dimension; then what is unknown counts as dead
-MAX_GUESSES = 32  # guessed pages that a search reads at once; with more, it reads dimension by dimension
+WITNESSES = 2  # how many hosts announce a prefix; the other hosts do not announce it
+EXTRA_WAITS = (
+    3  # a search may look up this many times more often than once per dimension; the rest counts as dead
+)
+MAX_GUESSES = (
+    32  # most guessed pages that a search reads together; with more, it reads dimension by dimension
+)
 PAGES_AT_ONCE = 16
 
 
 class Cache:
-    """Listings by page. ``await load(page, old, fresh)`` returns one and for how many seconds it is valid.
+    """Caches the listings of pages. ``await load(page, old, fresh)`` returns a listing and its life in seconds.
 
-    ``old`` is the cached value, or None; ``fresh`` is as in `get`.
+    ``old`` is the cached listing, or None; ``fresh`` is as in `get`.
     """
 
     def __init__(
         self, load: Callable[[GridPage, Listing | None, bool], Awaitable[tuple[Listing, float]]]
     ) -> None:
         self._load = load
-        self._entries: dict[GridPage, tuple[Listing, float, float]] = {}  # value, refreshed from, valid until
+        self._entries: dict[
+            GridPage, tuple[Listing, float, float]
+        ] = {}  # listing, when to refresh it, when it expires
         self._loads: dict[GridPage, asyncio.Task[Listing]] = {}
         self._loop = asyncio.get_running_loop()
         self.loads = 0
 
     def peek(self, key: GridPage) -> Listing | None:
-        """Return the cached value, or None; after half its life it is refreshed in the background."""
+        """Return the cached listing, or None; after half its life the listing is refreshed in the background."""
         now = self._loop.time()
         if key not in self._entries or self._entries[key][2] <= now:
             return None
@@ -76,7 +82,10 @@ class Cache:
         return value
 
     async def get(self, keys: Iterable[GridPage], *, fresh: bool = False) -> dict[GridPage, Listing]:
-        """Return the values of all keys, reading missing ones in parallel; ``fresh``: only by reads that start now."""
+        """Return the listings of all pages; those that are not cached are read in parallel.
+
+        ``fresh``: read all pages now, without the cache and without reads that have begun earlier.
+        """
         listings: dict[GridPage, Listing] = {}
         reads: dict[GridPage, asyncio.Task[Listing]] = {}
         for key in keys:
@@ -85,7 +94,7 @@ class Cache:
                 reads[key] = self._begin(key, fresh=fresh)
             else:
                 listings[key] = cached
-        # shielded: a caller that is cancelled must not end the read of the others
+        # shielded, because a caller that is cancelled must not cancel reads for which other callers wait
         values = await asyncio.gather(*map(asyncio.shield, reads.values()))
         return listings | dict(zip(reads, values, strict=True))
 
@@ -114,7 +123,7 @@ class Cache:
 
 
 class Directory:
-    """One peer's view of all experts of a run; its own announcements live for ``ttl_s``."""
+    """One peer's view of all experts of a run; the peer's announcements expire after ``ttl_s``."""
 
     def __init__(self, services: RunServices, *, ttl_s: float = TTL_S) -> None:
         self.ttl_s = ttl_s
@@ -128,15 +137,15 @@ class Directory:
         self._bans = Bans(FIRST_BAN_S, LONGEST_BAN_S)
         self._cache = Cache(self._read)
         self._mine: dict[Grid, dict[Index, ExpertPlace]] = {}
-        self._published: set[GridPage] = set()  # with a record of ours
+        self._published: set[GridPage] = set()  # pages in which this peer has a record
 
     async def close(self) -> None:
         await self._cache.close()
 
     async def announce(self, grid: Grid, experts: Mapping[str, tuple[tuple[int, ...], int]]) -> None:
-        """Announce that this peer serves ``experts``: by uid, their sample shape and step.
+        """Announce that this peer serves ``experts``, a mapping from each expert's uid to its sample shape and step.
 
-        It renews all other announcements and claims of this peer in the grid.
+        The call also renews this peer's other announcements and claims in the grid.
         """
         for uid, (shape, step) in experts.items():
             self._hold(grid, grid.index(uid), shape, step)
@@ -150,9 +159,10 @@ class Directory:
         await self._publish(grid, gone)
 
     async def claim(self, grid: Grid, count: int, *, wanted: Collection[str] | None = None) -> list[str]:
-        """Claim ``count`` vacant places, among ``wanted`` or anywhere; fewer if there are no more.
+        """Claim ``count`` vacant places, among ``wanted`` or anywhere, and return their experts' names.
 
-        Of several peers that claim a place, one gets it. Announce the experts within ``ttl_s``.
+        Returns fewer if there are not enough vacant places. If several peers claim a place, one of them gets it.
+        Announce the experts within ``ttl_s``, before the claims expire.
         """
         held: list[str] = []
         while chosen := await self._vacant(grid, count - len(held), wanted):
@@ -168,9 +178,10 @@ class Directory:
         return held
 
     async def rivals(self, grid: Grid, uids: Iterable[str]) -> list[str]:
-        """Return this peer's places that another peer has by a lower claim, after a race or a partition: give them up.
+        """Return the experts of this peer that another peer claimed earlier. This peer must give them up.
 
-        The earliest claim hosts an expert, of equal ones that of the smaller id. Callers prefer the same host.
+        This can happen after a race or a network partition. The peer with the earliest claim hosts an expert; of
+        equal claims, the peer with the smaller id. Callers prefer the same host.
         """
         mine = self._mine.get(grid, {})
         claims = {index: mine[index].claimed_ms for index in map(grid.index, uids) if index in mine}
@@ -247,7 +258,7 @@ class Directory:
         if not positions:
             return []
         by_host = (await self._cache.get([page]))[page].by_host
-        # a host that stops announcing is replaced before its record expires
+        # a host that stopped announcing is replaced before its record expires
         fresh_at = self._now() + self.ttl_s / 2
         witnesses = Counter[int]()
         for host, infos in by_host.items():
@@ -258,7 +269,7 @@ class Directory:
     async def find(self, grid: Grid, uid: str) -> ExpertInfo | None:
         """Return the expert's host, shape and step; None if it is dead or banned."""
         index = grid.index(uid)
-        for fresh in (False, True):  # the first, quick read may have missed it
+        for fresh in (False, True):  # the first read is quick, and may have missed the expert
             listings = await self._cache.get([GridPage.of(grid, index)], fresh=fresh)
             infos = self._infos(grid, [index], listings)
             if infos:
@@ -281,14 +292,14 @@ class Directory:
     async def best(self, grid: Grid, scores: Sequence[Floats], k: int) -> list[list[ExpertInfo]]:
         """Return for each sample the ``k`` best experts that can be called, or fewer, best first.
 
-        ``scores`` are an array (samples, sides[i]) per dimension i, summed over an expert's
-        indices. Raises `NoExpertsError` if none is live, `ValueError` for scores of other shapes.
+        ``scores`` are an array (samples, sides[i]) for each dimension i; an expert's score is the sum over its
+        indices. Raises `NoExpertsError` if no expert is live, `ValueError` for scores of other shapes.
         """
         shapes = [s.shape for s in scores]
         if not shapes or shapes != [(shapes[0][0], side) for side in grid.sides]:
             raise ValueError(f"scores of shapes {shapes} do not fit {grid}: (samples, side) each")
         best, listings = await self._search(grid, scores, k)
-        if not any(best):  # the first, quick reads may have missed them
+        if not any(best):  # the first reads are quick, and may have missed experts
             await self._cache.get(listings, fresh=True)
             best, listings = await self._search(grid, scores, k)
         infos = self._infos(grid, set(itertools.chain(*best)), listings)
@@ -311,7 +322,7 @@ class Directory:
                 return best, listings
             pages = [page for page in _pages_below(grid, unknown) if page not in listings]
             if len(pages) > MAX_GUESSES:
-                # the shortest prefixes are known to be live, the others are guesses
+                # only the shortest of these prefixes are known to be live; the others are guesses
                 depth = min(page.depth for page in pages)
                 pages = [page for page in pages if page.depth == depth]
             listings |= await self._cache.get(pages)
@@ -366,13 +377,13 @@ class Directory:
         return Listing(by_host), CACHE_S if is_served else ABSENT_S
 
     def on_failure(self, info: ExpertInfo, reason: str) -> None:
-        """Ban an expert that failed this peer, longer each time, unless another peer hosts it."""
+        """Ban an expert at this host after a failed call, longer each time; it can still be called at another host."""
         seconds = self._bans.fail((info.uid, info.host.id), self._now())
         if seconds is not None:
             self._events.emit(ExpertBanned(self._now(), info.uid, reason, seconds))
 
     def on_success(self, info: ExpertInfo) -> None:
-        """Credit the host of an expert that answered, and lift its ban."""
+        """Credit the host of an expert that answered, and lift the expert's ban."""
         self._expert_calls[info.host.id] += 1
         self._bans.forgive((info.uid, info.host.id))
 
@@ -382,7 +393,7 @@ class Directory:
 
 
 def _pages_below(grid: Grid, prefixes: Iterable[Index]) -> list[GridPage]:
-    """Return the pages with the children of these prefixes, each once."""
+    """Return the pages with the children of these prefixes, without duplicates."""
     pages: dict[GridPage, None] = {}
     for prefix in prefixes:
         pages.update(dict.fromkeys(GridPage.below(grid, prefix)))

@@ -1,13 +1,13 @@
-"""One expert: a module with its own optimizer and step counter; and how many fit a host.
+"""One expert, a module with its own optimizer and step counter, and how many experts fit on a host.
 
-Forward has no side effect. Backward computes forward again, as gradient checkpointing does, and
-takes an optimizer step at once (Learning@home, section 3.2), one for a merged batch, on the sum of
-gradients. Avoid `BatchNorm` (statistics of merged calls) and `nn.Dropout` (another mask at backward;
-`PaperTransformerBlock` shows a way).
+Forward has no side effect. Backward computes forward again, as gradient checkpointing does, and then immediately
+takes an optimizer step (Learning@home, section 3.2). A merged batch gets one step on the sum of its gradients.
+Avoid `BatchNorm`, because its statistics would be those of merged calls. Avoid `nn.Dropout`, because its mask in
+backward would differ from that in forward; `PaperTransformerBlock` shows a way.
 
-Weights are float32. A lower precision is autocast's; with float16 a gradient is scaled so that its
-largest value is about 1, far from what float16 rounds to zero or infinity. Where the device's memory
-runs out, a batch is computed in parts half as large: outputs and the one step are those of the whole batch.
+Weights are float32. A lower precision is that of autocast. With float16, a gradient is scaled so that its
+largest value is about 1, far from the values that float16 rounds to zero or infinity. If the device's memory runs
+out, a batch is computed in parts half as large. The outputs are the same, and the whole batch still gets one step.
 """
 
 import logging
@@ -37,10 +37,10 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 Kind: TypeAlias = tuple[torch.dtype, tuple[int, ...]]
 ANY_LENGTH = -1
-USABLE = 0.8  # share of the free memory to use: fragmentation and other programs take the rest
+USABLE = 0.8  # fraction of the free memory to use: fragmentation and other programs take the rest
 UNKNOWN_FREE_BYTES = 2 << 30
-MEASURED_SAMPLES = 2  # batch statistics of a single sample are an error
-_MOST_HEAD_BYTES = 1 << 20  # of a save
+MEASURED_SAMPLES = 2  # a module with batch statistics raises an error for a single sample
+_MOST_HEAD_BYTES = 1 << 20  # of the header of a save
 MOST = 256  # experts per host: with more, their calls would queue
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -52,7 +52,7 @@ def accelerators() -> tuple[torch.device, ...]:
 
 
 def devices_named(names: str | Sequence[str]) -> tuple[torch.device, ...]:
-    """Return the devices of these names; "all": this machine's GPUs, or its CPU. Raises ValueError for others."""
+    """Return the devices of these names; "all": the GPUs, or the CPU if there is none. Raises ValueError for others."""
     if names == "all":
         return accelerators()
     here = {str(device): device for device in (torch.device("cpu"), *accelerators())}
@@ -62,7 +62,10 @@ def devices_named(names: str | Sequence[str]) -> tuple[torch.device, ...]:
 
 
 def dtype_named(name: str, device: torch.device) -> torch.dtype:
-    """Return the dtype in which experts compute there; "auto": of 16 bits on a GPU. Raises ValueError for others."""
+    """Return the dtype in which experts compute on ``device``; "auto": one of 16 bits on a GPU.
+
+    Raises ValueError for other names.
+    """
     if name == "auto" and device.type == "cuda":
         with torch.cuda.device(device):
             is_fast = torch.cuda.is_bf16_supported(including_emulation=False)
@@ -76,7 +79,7 @@ def dtype_named(name: str, device: torch.device) -> torch.dtype:
 
 @dataclass(frozen=True)
 class ExpertRule:
-    """How an expert learns: what makes its optimizer and, advanced by each step, its schedule."""
+    """How an expert learns: functions that make its optimizer and its scheduler, which advances with each step."""
 
     optimizer: Callable[[Iterable[Parameter]], Optimizer]
     scheduler: Callable[[Optimizer], LRScheduler] | None = None
@@ -87,15 +90,15 @@ class ExpertRule:
 
 
 ADAM = ExpertRule(partial(torch.optim.Adam, lr=1e-3), max_grad_norm=1.0)
-"""How experts learn by default. Published is `PAPER_RULE`, which does not clip gradients."""
+"""How experts learn by default. The published rule is `PAPER_RULE`, which does not clip gradients."""
 PAPER_RULE = ExpertRule(partial(torch.optim.Adam, lr=1e-3, amsgrad=True))
-"""How the experts of Learning@home learn in its published code."""
+"""How experts learn in the published code of Learning@home."""
 
 
 class Expert:
-    """A module that learns from its callers. After construction only its device's thread may use it.
+    """A module that learns from its callers. After construction, only the thread of its device may use it.
 
-    ``module`` maps (n, *sample) to the same shape, float32; -1 in ``sample``: any length. It is
+    ``module`` maps a float32 tensor (n, *sample) to the same shape; -1 in ``sample``: any length. The module is
     moved to ``device``, by default the first of `accelerators`, and computes there in ``dtype``.
     """
 
@@ -128,7 +131,7 @@ class Expert:
 
     @torch.no_grad()
     def forward(self, inputs: Tensor) -> Tensor:
-        """Return the outputs for ``inputs`` (n, *shape), on the device; nothing changes, not even buffers."""
+        """Return the outputs for ``inputs`` (n, *shape), on the device; the module does not change, nor its buffers."""
 
         def outputs(samples: int, inputs: Tensor) -> Tensor:
             parts = torch.split(inputs, samples)
@@ -137,9 +140,10 @@ class Expert:
         return self._in_parts(outputs, inputs)
 
     def backward(self, inputs: Tensor, grads: Tensor) -> Tensor:
-        """Take one step, given the loss's gradient w.r.t. the outputs; return that w.r.t. ``inputs``, on the device.
+        """Take one optimizer step, and return the loss's gradient w.r.t. ``inputs``, on the device.
 
-        Raises `FloatingPointError` if a gradient is not finite; nothing was changed.
+        ``grads`` is the loss's gradient w.r.t. the outputs. Raises `FloatingPointError` if a gradient is not finite;
+        the expert is then unchanged.
         """
         scale = self._loss_scale(grads)
         try:
@@ -147,7 +151,7 @@ class Expert:
             norm = clip_grad_norm_(
                 self._parameters, math.inf if self._rule.max_grad_norm is None else self._rule.max_grad_norm
             )
-            # a constant mask may hold infinities
+            # an infinity that a buffer already had, as in a constant mask, is no error
             olds = self.module.named_buffers()
             usable = [(buffers[name].isfinite() | (buffers[name] == old)).all() for name, old in olds]
             if not (norm.isfinite() and changes.isfinite().all() and all(usable)):
@@ -171,7 +175,7 @@ class Expert:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a `state_dict`; after a `StateError` do not use this expert: it is half changed."""
+        """Continue from a `state_dict`. After a `StateError` do not use this expert: only a part of it was loaded."""
         try:
             self.module.load_state_dict(state["module"])
             for key, part in self._learning.items():
@@ -182,7 +186,7 @@ class Expert:
             raise StateError(f"this state does not fit {self.uid}: {error}") from error
 
     def _in_parts(self, compute: Callable[..., T], *tensors: Tensor) -> T:
-        """Return ``compute(samples, *tensors)``, of parts with so many samples as fit into the memory."""
+        """Return ``compute(samples, *tensors)``, where ``samples`` is the size of a part that fits into the memory."""
         each_bytes = max(1, tensors[0].nbytes // len(tensors[0]))
         while True:
             samples = min(len(tensors[0]), max(1, self._part_bytes // each_bytes))
@@ -191,7 +195,7 @@ class Expert:
             except torch.OutOfMemoryError:
                 if samples == 1:
                     raise
-            # not above: the error holds what was computed until then
+            # not in the `except` block, where the error still holds the tensors that were computed
             self._part_bytes = samples // 2 * each_bytes
             torch.cuda.empty_cache()
             logger.warning("%s: no memory for %d samples at once, now half of it", self.uid, samples)
@@ -199,7 +203,7 @@ class Expert:
     def _gradients(
         self, scale: float, samples: int, inputs: Tensor, grads: Tensor
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Sum up the parameters' gradients; return those w.r.t. the inputs, and the changed buffers."""
+        """Sum up the gradients of the parameters; return the gradients w.r.t. the inputs, and the changed buffers."""
         self._forget_gradients()
         buffers = self._buffers()
         changes = []
@@ -218,11 +222,11 @@ class Expert:
         return joined, buffers
 
     def _loss_scale(self, grads: Tensor) -> float:
-        """Return a power of two, by which the largest gradient becomes 0.5 to 1; 1 where float16 rounds nothing."""
+        """Return the power of two that scales the largest gradient to between 0.5 and 1; 1 if not in float16."""
         if self._dtype != torch.float16:
             return 1.0
         _, exponent = math.frexp(float(grads.abs().max()))
-        # a float32 holds it, and its inverse
+        # bounded so that float32 can represent the scale and its inverse
         return 2.0 ** max(-100, min(100, -exponent))
 
     def _forget_gradients(self) -> None:
@@ -262,16 +266,18 @@ def kinds_of(state: Any) -> dict[str, Kind]:
 
 @dataclass(frozen=True)
 class ExpertModel:
-    """Memory that experts of one kind need, in bytes, and what their state consists of."""
+    """The memory that experts of one kind need, in bytes, and the tensors of their state."""
 
     each: int  # weights, buffers and optimizer state of one expert
     gradients: int  # of one expert
-    sample: int  # activations that the backward pass keeps per sample
+    sample: int  # activations that are kept for the backward pass of one sample
     state_bytes: int = 0  # upper bound of a save's size
-    kinds: Mapping[str, Kind] = field(default_factory=dict)  # of the tensors of its state, after one step
+    kinds: Mapping[str, Kind] = field(
+        default_factory=dict
+    )  # types and shapes of the state's tensors after one step
 
     def experts_that_fit(self, free_bytes: int, *, max_batch_size: int) -> tuple[int, str]:
-        """Return how many experts fit into ``free_bytes``, 0 to `MOST`, and the arithmetic."""
+        """Return how many experts fit into ``free_bytes``, 0 to `MOST`, and the calculation in words."""
         once = self.gradients + self.each + max_batch_size * self.sample
         fit = min(MOST, max(0, int((USABLE * free_bytes - once) // max(1, self.each))))
         return fit, (
@@ -287,7 +293,7 @@ def _usual(sample: Sequence[int]) -> tuple[int, ...]:
 def measure(expert: Expert) -> ExpertModel:
     """Let an expert take a step, and measure its memory.
 
-    Raises `ValueError` if it is no expert of such samples, `TypeError` if it cannot be saved.
+    Raises `ValueError` if the module cannot process samples of its shape, `TypeError` if its state cannot be saved.
     """
     module = expert.module
     known = {tensor.data_ptr() for tensor in (*module.parameters(), *module.buffers())}
@@ -320,7 +326,7 @@ def measure(expert: Expert) -> ExpertModel:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Return the free memory of a device; a low guess where the system does not report it."""
+    """Return the free memory of a device, or a low guess if the system does not report it."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     ram_bytes = free_ram_bytes()
@@ -331,8 +337,8 @@ def free_bytes(device: torch.device) -> int:
 class BatchLimits:
     """Limits of one batch and of all calls together."""
 
-    max_batch_size: int = 4096  # samples up to which calls are merged
-    max_batch_bytes: int = 128 << 20  # of a batch's tensors as float32, and so of a call's
+    max_batch_size: int = 4096  # most samples in a batch of merged calls
+    max_batch_bytes: int = 128 << 20  # of the tensors of a batch as float32, and therefore also of one call
     max_held_bytes: int = 512 << 20  # of all admitted calls together
 
 
@@ -344,13 +350,13 @@ class HostPlan:
     sample: tuple[int, ...]  # shape of one sample
     model: ExpertModel
     devices: tuple[torch.device, ...] = (torch.device("cpu"),)  # experts are spread over them
-    dtype: str = "float32"  # in which they compute, or "auto"
-    count: int = 1  # how many
-    capacity: int = 1  # up to how many after other hosts died
+    dtype: str = "float32"  # in which the experts compute, or "auto"
+    count: int = 1  # how many experts to host
+    capacity: int = 1  # the most experts to host after other hosts died
     uids: tuple[str, ...] | None = None  # host only these; None: any
     arithmetic: str = ""  # explains the count in a sentence
-    copies: int = 2  # other peers that keep each expert's saves
-    spare: int = 4  # experts of dead hosts to take over beyond `count`, if memory allows
+    copies: int = 2  # how many other peers keep each expert's saves
+    spare: int = 4  # how many experts of dead hosts to take over beyond `count`, if memory allows
     save_s: float = 60.0  # between two saves
     takeover_s: float = 20.0  # between two checks for experts whose hosts died
 
@@ -373,11 +379,11 @@ def plan_host(
     devices: str | Sequence[str] = "all",
     **settings: Any,
 ) -> HostPlan:
-    """Build one expert, let it take a step, and compute how many these devices can host.
+    """Build one expert, let it take a step, and compute how many experts these devices can host.
 
-    ``sample`` None: the module's attribute ``sample``. ``count`` may be the names of exactly these
-    experts; None: three quarters of the number that fits in the free memory. Raises `ValueError` if
-    none fits, or an argument is not usable; `TypeError` if an expert's state cannot be saved.
+    ``sample`` None: use the module's attribute ``sample``. ``count`` may be a list of names: then only the experts
+    with these names are hosted. None: three quarters of the number that fits in the free memory. Raises `ValueError`
+    if no expert fits, or an argument is not usable; `TypeError` if an expert's state cannot be saved.
     """
     chosen = devices_named(devices)
     module = make_expert()

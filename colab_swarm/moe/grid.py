@@ -1,12 +1,14 @@
 """Names of experts on a grid ``prefix.u_0.….u_(d-1)``, their records, and the beam search.
 
-Records. The prefixes of one length, and the experts themselves, are counted row by row; `PAGE`
-neighbours share one key. Under it each host stores one signed record: its addresses and experts, or
-prefixes that lead to live ones (two hosts are enough). `CLAIMED` is the step of a claimed place.
+Records. The experts, and also the prefixes of each length, are numbered row by row. `PAGE` neighbours form a page,
+which has one key in the DHT. Under this key each host stores one signed record. In a page of experts, the record has
+the host's addresses and experts. In a page of prefixes, it has the prefixes that lead to the host's live experts; it
+is enough that two hosts announce a prefix. `CLAIMED` is the step of a place that a host has claimed but does not
+serve yet.
 
-Search. It is SelectExperts of Learning@home (section 3.1, Algorithm 1) for a whole batch. Below a
-prefix that has not been looked up, everything counts as live. The caller looks up the unknown
-prefixes met at once and searches again, until none is unknown.
+Search. This is SelectExperts of Learning@home (section 3.1, Algorithm 1) for a whole batch. Below a
+prefix that was not looked up, the search treats all experts as live. The caller then looks up all unknown
+prefixes of the search together and searches again, until no prefix is unknown.
 
 Axis letters: N samples, B prefixes in a beam, M indices of a dimension, U different prefixes.
 """
@@ -35,13 +37,15 @@ _Doubles: TypeAlias = npt.NDArray[np.float64]
 MAX_DIMENSIONS = 4
 MAX_SIDE = 4096
 MAX_NAME_CHARS = 128
-MAX_HOLDERS = 8  # of the saves of an expert
+MAX_HOLDERS = 8  # most peers that hold the saves of an expert
 _HUGE = 1e300
-_NONE = -1  # stands for no prefix where a beam is not full
+_NONE = -1  # stands for no prefix if a beam is not full
 _PREFIX = re.compile(r"[A-Za-z0-9_-]+(\.[A-Za-z_-][A-Za-z0-9_-]*)*")
-PAGE = 256  # places, or prefixes, that share a key
-MAX_ADDRESS_CHARS = 256  # of all addresses in a record: 256 hosts must fit under one key
-Bans: TypeAlias = LeftOut[tuple[str, bytes]]  # experts that failed this peer, by name and host
+PAGE = 256  # number of places, or prefixes, that share a key in the DHT
+MAX_ADDRESS_CHARS = 256  # of all addresses in a record, because 256 hosts must fit under one key
+Bans: TypeAlias = LeftOut[
+    tuple[str, bytes]
+]  # experts that failed when this peer called them, by name and host
 CLAIMED = -1  # the step of a place that its host does not serve yet
 
 Length: TypeAlias = Annotated[int, msgspec.Meta(ge=-1, lt=1 << 31)]
@@ -49,9 +53,9 @@ Length: TypeAlias = Annotated[int, msgspec.Meta(ge=-1, lt=1 << 31)]
 
 @dataclass(frozen=True)
 class Grid:
-    """All places for experts of one kind."""
+    """All places for experts of one kind. A place is a point of the grid, at which one expert may be hosted."""
 
-    prefix: str  # names the kind within the run: letters, digits, ``_``, ``-``; no digit after a dot
+    prefix: str  # name of the kind within the run: letters, digits, ``_``, ``-``; no digit after a dot
     sides: tuple[int, ...]  # number of indices along each dimension
 
     def __post_init__(self) -> None:
@@ -70,7 +74,7 @@ class Grid:
         return itertools.product(*map(range, self.sides))
 
     def uid(self, index: Index) -> str:
-        """Return the name of an expert or, with fewer coordinates, the prefix of the names below."""
+        """Return the name of an expert or, if ``index`` has fewer coordinates, the prefix of its experts' names."""
         return ".".join([self.prefix, *map(str, index)])
 
     def index(self, uid: str) -> Index:
@@ -91,7 +95,7 @@ class Grid:
             return False
 
     def number(self, index: Index) -> int:
-        """Return the position of an expert, or prefix, among all of its length, counted row by row."""
+        """Return the number of an expert or prefix among all of the same length, counted row by row."""
         number = 0
         for position, side in zip(index, self.sides, strict=False):
             number = number * side + position
@@ -105,7 +109,7 @@ class GridPage(NamedTuple):
     """`PAGE` neighbouring experts, or prefixes of one length, whose records share a key in the DHT."""
 
     grid: Grid
-    depth: int  # coordinates of each; in a page of experts all of the grid's
+    depth: int  # number of coordinates of each; experts have all coordinates of the grid
     number: int
 
     @classmethod
@@ -139,34 +143,34 @@ class GridPage(NamedTuple):
 
 @dataclass(frozen=True)
 class ExpertInfo:
-    """One host's announcement of an expert. In a page of prefixes, of one that leads to its experts."""
+    """One host's announcement of an expert. In a page of prefixes, of a prefix that leads to the host's experts."""
 
     uid: str  # its name, ``prefix.u_0.….u_(d-1)``
-    host: Contact  # the peer that serves it; in a page of prefixes without addresses
-    shape: tuple[int, ...]  # of one sample, input and output alike; -1: any length
-    step: int  # optimizer steps in its weights at the announcement; `CLAIMED`: it cannot be called yet
+    host: Contact  # the peer that serves it; without addresses in a page of prefixes
+    shape: tuple[int, ...]  # of one sample, both input and output; -1: any length
+    step: int  # number of optimizer steps at the announcement; `CLAIMED`: it cannot be called yet
     until: float  # when the announcement expires, on the reader's monotonic clock, seconds
     claimed_ms: int = 0  # the host's swarm time when it claimed the place, milliseconds
 
     @property
     def claim(self) -> tuple[int, PeerId]:
-        """Sort key of claims to one place: the smallest hosts it."""
+        """Sort key of the claims to one place: the peer with the smallest key hosts the expert."""
         return self.claimed_ms, self.host.id
 
 
 class ExpertPlace(Message, frozen=True):
-    """One expert of a page; in a page of prefixes, one that leads to experts."""
+    """One expert of a page; in a page of prefixes, one prefix that leads to experts."""
 
     index: Annotated[int, msgspec.Meta(ge=0, lt=PAGE)]  # in its page
     # the host's swarm time when it claimed the place, milliseconds
     claimed_ms: Annotated[int, msgspec.Meta(ge=0, le=1 << 62)] = 0
-    # optimizer steps in its weights; `CLAIMED`: not served yet
+    # number of the expert's optimizer steps; `CLAIMED`: not served yet
     step: Annotated[int, msgspec.Meta(ge=CLAIMED, le=1 << 62)] = 0
     shape: Annotated[tuple[Length, ...], msgspec.Meta(max_length=8)] = ()  # of one sample; -1: any length
 
 
 class GridRecord(Message, frozen=True):
-    """A host's places in a page, and the host's addresses, left out in a page of prefixes."""
+    """A host's places in a page, and the host's addresses, which are left out in a page of prefixes."""
 
     addresses: tuple[str, ...]
     places: Annotated[tuple[ExpertPlace, ...], msgspec.Meta(max_length=PAGE)]
@@ -186,7 +190,7 @@ Announced: TypeAlias = dict[PeerId, dict[int, ExpertInfo]]  # what hosts announc
 def announced(
     page: GridPage, found: Iterable[tuple[PeerId, Found]], *, now: float, swarm_time: float
 ) -> Announced:
-    """Decode the records of a page without those that are invalid; ``now`` is the monotonic clock at ``swarm_time``."""
+    """Decode the valid records of a page. ``now`` is the monotonic clock at the moment ``swarm_time``."""
     by_host: Announced = {}
     for peer, record in found:
         try:
@@ -231,20 +235,20 @@ class Listing:
         return positions
 
     def live(self, position: int, now: float) -> Iterator[ExpertInfo]:
-        """Yield the announcements of a position that have not expired, the rightful owner's first."""
+        """Yield the announcements of a position that have not expired; the first is that of the earliest claim."""
         for info in self._by_position.get(position, ()):
             if info.until > now:
                 yield info
 
     def usable(self, position: int, now: float, bans: Bans) -> ExpertInfo | None:
-        """Return the first announcement that can be called and is not banned, or None."""
+        """Return the first announcement whose expert can be called and is not banned, or None."""
         for info in self.live(position, now):
             if info.step != CLAIMED and not bans.holds((info.uid, info.host.id), now):
                 return info
         return None
 
     def mask(self, now: float, bans: Bans) -> Mask:
-        """Return which positions of the page are usable; computed again only after a change."""
+        """Return a mask of the page's usable positions; it is computed again only after a change."""
         if self._mask_version != bans.version or now >= self._mask_until:
             self._mask = np.zeros(PAGE, np.bool_)
             ends = [*bans.ends(now).values()]
@@ -259,15 +263,16 @@ class Listing:
 def beam_search(
     scores: Sequence[Floats], k: int, children: Callable[[Index], Mask | None]
 ) -> tuple[list[list[Index]], list[Index]]:
-    """Find the ``k`` best live experts of each sample, best first, and the prefixes to look up before this is valid.
+    """Find the ``k`` best live experts of each sample, best first.
 
-    After each dimension the search keeps the ``k`` best live prefixes, without those that turn out to
-    have no live child. Ties go to the smaller index; NaN is the worst score. ``scores`` are an array
-    (N, sides[i]) for each dimension i; an expert's score is the sum over its indices. ``children``
-    returns the live next indices of a prefix as a mask (M,), read-only; None: not looked up yet.
+    Also returns the prefixes that the caller must look up; the experts are valid only if there are none. After each
+    dimension, the search keeps the ``k`` best live prefixes, except those that turn out to have no live child. Of
+    equal scores the smaller index wins; NaN is the worst score. ``scores`` are an array (N, sides[i]) for each
+    dimension i; an expert's score is the sum over its indices. ``children`` returns the live next indices of a prefix
+    as a read-only mask (M,), or None if the prefix was not looked up yet.
     """
     clean = [np.nan_to_num(s.astype(np.float64), nan=-_HUGE, posinf=_HUGE, neginf=-_HUGE) for s in scores]
-    # by prefix: next indices that lead to no live expert
+    # for each prefix, the next indices that lead to no live expert
     barren: dict[Index, set[int]] = {}
     grown = True
     while grown:
@@ -281,7 +286,10 @@ def beam_search(
 def _descend(
     scores: list[_Doubles], k: int, children: Callable[[Index], Mask | None], barren: dict[Index, set[int]]
 ) -> tuple[bool, set[Index], list[Index], _Ints]:
-    """Walk once; return whether more are ``barren``, unknown prefixes, experts, each sample's best."""
+    """Search once through all dimensions.
+
+    Returns whether ``barren`` has grown, the unknown prefixes, the experts found, and the best of them per sample.
+    """
     samples = len(scores[0])
     unknown = set[Index]()
     grown = False
@@ -290,7 +298,9 @@ def _descend(
     totals_NB = np.zeros((samples, 1))
     for i, scores_NM in enumerate(scores):
         side = scores_NM.shape[1]
-        alive_UM = np.zeros((len(prefixes) + 1, side), np.bool_)  # the last, empty row is that of `_NONE`
+        alive_UM = np.zeros(
+            (len(prefixes) + 1, side), np.bool_
+        )  # the last row is empty and belongs to `_NONE`
         for u, prefix in enumerate(prefixes):
             mask = children(prefix)
             if mask is None:
@@ -304,14 +314,14 @@ def _descend(
         sums_NBM = np.where(alive_UM[beam_NB], totals_NB[:, :, None] + scores_NM[:, None, :], -np.inf)
         chosen_NB, totals_NB = _best(sums_NBM, beam_NB, k)
         codes_U, places = np.unique(chosen_NB, return_inverse=True)
-        empty = int((chosen_NB == _NONE).any())  # `_NONE` is the first code, its place -1
+        empty = int((chosen_NB == _NONE).any())  # if `_NONE` occurs, it is the first code and gets place -1
         beam_NB = places.reshape(chosen_NB.shape) - empty
         prefixes = [(*prefixes[code // side], code % side) for code in codes_U[empty:].tolist()]
     return grown, unknown, prefixes, beam_NB
 
 
 def _best(sums_NBM: _Doubles, beam_NB: _Ints, count: int) -> tuple[_Ints, _Doubles]:
-    """Return each sample's ``count`` largest sums and their codes, M * prefix + index or `_NONE`."""
+    """Return the ``count`` largest sums of each sample, and their codes: M * prefix + index, or `_NONE`."""
     samples, width, side = sums_NBM.shape
     values = sums_NBM.reshape(samples, width * side)
     worthy = values > -np.inf

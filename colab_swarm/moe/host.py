@@ -1,8 +1,8 @@
 """Hosting experts, and the experts API of a swarm: hosts, layers, remote experts and panels.
 
-A host starts with the experts saved on its disk, then those that others saved and no peer hosts,
-then vacant names. If memory is left, it takes over experts of dead hosts, each from the newest
-complete save that fits. An expert's share of work is its steps over the last minute.
+A host first hosts the experts that are saved on its disk. Next are experts that other peers saved and that no peer
+hosts, then vacant names. If memory is left, it takes over experts of dead hosts, each from the newest complete save
+that fits. An expert's share of the work is its part of all steps of the last minute.
 """
 
 import asyncio
@@ -32,15 +32,15 @@ from colab_swarm.tensors.chunks import Snapshot
 from colab_swarm.tensors.statedict import pack, unpack
 
 logger = logging.getLogger(__name__)
-FAREWELL_S = 60.0  # to send the last saves to other peers when a host stops
+FAREWELL_S = 60.0  # how long a host that stops may send its last saves to other peers
 LIST_EVERY_S = 10.0
-REST = 3  # upkeep that took long pauses this many times as long, to leave a slow uplink to calls
+REST = 3  # after upkeep, pause at least this many times as long as it took, to leave a slow uplink to calls
 
 
 class HostResources:
-    """What all hosts of one peer share: the devices' threads, and ``folder``, used by one process only.
+    """The resources that all hosts of one peer share: the threads of the devices, and ``folder``.
 
-    ``folder`` None: a temporary one, until `close`.
+    Only one process may use the folder. ``folder`` None: a temporary folder, which is deleted by `close`.
     """
 
     def __init__(self, services: RunServices, directory: Directory, folder: Path | None) -> None:
@@ -84,7 +84,7 @@ class ExpertHost(AbstractContextManager["ExpertHost"]):
 
     @property
     def arithmetic(self) -> str:
-        """How many experts fit, in a sentence."""
+        """A sentence that says how many experts fit."""
         return self.plan.arithmetic
 
     @property
@@ -101,11 +101,11 @@ class ExpertHost(AbstractContextManager["ExpertHost"]):
         return self._show(self)
 
     def save(self) -> None:
-        """Save changed experts now, on this disk and at other peers."""
+        """Save the experts that have changed now, on this disk and at other peers."""
         self._runtime.call(self.save_changed())
 
     def wait(self, seconds: float) -> None:
-        """Serve for ``seconds``; an interrupt ends the wait and not the serving."""
+        """Wait for ``seconds`` while the experts are served; an interrupt ends only the wait."""
         self._runtime.call(asyncio.sleep(seconds))
 
     def close(self) -> None:
@@ -115,7 +115,7 @@ class ExpertHost(AbstractContextManager["ExpertHost"]):
             self._runtime.call(self.withdraw())
 
     def kill(self) -> list[asyncio.Task[Any]]:
-        """End as a killed process would; return the tasks that are ending. For simulated crashes, on the loop."""
+        """End as a killed process would; return the tasks that are ending. On the event loop, to simulate crashes."""
         self.stopped = True
         self._saves.kill()
         return self._tasks.cancel()
@@ -130,13 +130,13 @@ class ExpertHost(AbstractContextManager["ExpertHost"]):
         return f"ExpertHost({self.grid}, {len(self.experts)} of {self.plan.count} experts, {steps:,} steps)"
 
     async def start(self) -> None:
-        """Host the requested experts, as far as their names are vacant."""
+        """Host those of the requested experts whose names are vacant."""
         plan = self.plan
         self._tasks.every(self._directory.ttl_s / 3, self._announce, rest=REST)
         try:
             await self._take(plan.count, self._here())
             await self._fill(plan.count)
-        except BaseException:  # a cancel included: the names must be free again
+        except BaseException:  # also after a cancellation, the names must become free again
             await self.withdraw()
             raise
         self._tasks.every(plan.save_s, self.save_changed, rest=REST)
@@ -149,7 +149,7 @@ class ExpertHost(AbstractContextManager["ExpertHost"]):
         for uid in uids:
             self._server.remove(uid)
         try:
-            for expert in self.experts.values():  # to this disk first, which is quick
+            for expert in self.experts.values():  # on this disk first, because that is quick
                 await self._save(expert)
             async with asyncio.timeout(FAREWELL_S):
                 await self.save_changed()
@@ -165,7 +165,7 @@ class ExpertHost(AbstractContextManager["ExpertHost"]):
         await self._take(self.plan.count, None)
 
     def _here(self) -> set[str]:
-        # of any owner: this peer may have had another id
+        # saves of any owner, because this peer may have had another id
         return {save.uid for save in self._saves.store.saves() if self.grid.contains(save.uid)}
 
     async def _take(self, count: int, uids: Iterable[str] | None) -> None:
@@ -202,7 +202,7 @@ class ExpertHost(AbstractContextManager["ExpertHost"]):
                 continue
             taken_over = owner != self._me
             if not taken_over:
-                self._saves.safe[uid] = place  # published until a newer one is safe
+                self._saves.safe[uid] = place  # this save is published until a newer one is safe
             break
         else:
             expert = await self._server.run(device, partial(self._build, uid, device))
@@ -231,7 +231,7 @@ class ExpertHost(AbstractContextManager["ExpertHost"]):
         await self._directory.announce(self.grid, experts)
 
     async def save_changed(self) -> None:
-        """Save the experts that changed or lost holders, and publish which experts have saves."""
+        """Save the experts that have changed or have lost holders, and publish which experts have saves."""
         async with self._saving:
             others = await self._saves.others()
             for expert in [*self.experts.values()]:
@@ -244,7 +244,7 @@ class ExpertHost(AbstractContextManager["ExpertHost"]):
         uid = expert.uid
         copies = self.plan.copies
         if not expert.step or not self._saves.due(uid, expert.step, others or set(), copies):
-            return  # before its first step an expert equals a new one
+            return  # before its first step, an expert needs no save: it equals a new one
         step, blob = await self._server.run(expert.device, lambda: (expert.step, pack(expert.state_dict())))
         saved = await asyncio.to_thread(Snapshot.of, uid.encode(), step, blob)
         if others is None:
@@ -263,7 +263,7 @@ class LiveExpert:
     uid: str  # its name
     host: str  # short id of its host
     mine: bool  # whether the host is this peer
-    step: int  # optimizer steps in its weights, as last announced
+    step: int  # number of its optimizer steps, as last announced
     share: float | None  # its part of all steps of the last minute, 0 to 1; None while no expert learns
 
 
@@ -273,9 +273,9 @@ class ExpertsSnapshot:
 
     grid: Grid  # contains the experts
     live: tuple[LiveExpert, ...] = ()  # experts that can be called, in grid order
-    left_out: tuple[str, ...] = ()  # experts that failed this peer and are not called for a while
-    dead: tuple[str, ...] = ()  # experts that were live since this watch started and are no longer
-    listed: bool = False  # whether the experts were listed once
+    left_out: tuple[str, ...] = ()  # experts that failed, and that this peer does not call for a while
+    dead: tuple[str, ...] = ()  # experts that have died since this watch started
+    listed: bool = False  # whether the experts were listed at least once
     served: tuple[ExpertStatistics, ...] = ()  # experts of this peer
     fault: str = ""  # why the last listing failed; empty if it succeeded
     over: bool = False  # whether this peer has left
@@ -283,7 +283,7 @@ class ExpertsSnapshot:
 
 @dataclass(eq=False)
 class ExpertsWatch:
-    """Follows the experts of one grid; ``served`` returns the statistics of this peer's, on the event loop."""
+    """Follows the experts of one grid; ``served`` returns the statistics of this peer's experts, on the event loop."""
 
     runtime: Runner
     me: PeerId
@@ -302,16 +302,16 @@ class ExpertsWatch:
         self._last = ExpertsSnapshot(self.grid)
 
     def snapshot(self) -> ExpertsSnapshot:
-        """Return the state; for any thread but the event loop's. Waits for no peer."""
+        """Return the state, without waiting for a peer. Call it from any thread except the event loop's."""
         if self._closed:
             return replace(self._last, over=True)
         return self.runtime.call(self.look())
 
     def close(self) -> None:
-        self._closed = True  # a look that is under way may still replace the last one
+        self._closed = True  # a `look` that is running may still replace the last snapshot
 
     async def look(self) -> ExpertsSnapshot:
-        """Return the state, and list the experts again in the background if that was long ago."""
+        """Return the state; if the experts were listed long ago, list them again in the background."""
         if loop_now() - self._began_at >= LIST_EVERY_S and (self._listing is None or self._listing.done()):
             self._began_at = loop_now()
             self._listing = asyncio.create_task(self._list(), name="list experts")
@@ -333,7 +333,7 @@ class ExpertsWatch:
         try:
             async with asyncio.timeout(60.0):
                 found = await self.directory.live(self.grid)
-        except Exception as error:  # shown in the panel, and retried
+        except Exception as error:  # the panel shows the error, and the next look tries again
             logger.info("the experts could not be listed", exc_info=True)
             self._fault = f"{type(error).__name__}: {error}"
             return

@@ -1,7 +1,7 @@
 """A torch layer whose experts run on other peers (Learning@home, sections 3.1 and 3.2).
 
-One call per expert and direction, all in parallel. The weights are renormalised over the answers.
-Do not scale the loss (`GradScaler`): experts step on the gradients they receive.
+In each direction, the layer makes one call per expert, all in parallel. The mixing weights are renormalised over the
+experts that answered. Do not scale the loss (`GradScaler`), because experts step on the gradients that they receive.
 
 Shapes: B samples, K chosen experts, G dimensions of the grid, E experts that answered, M indices of
 a dimension, S the shape of a sample, D values of a sample.
@@ -36,7 +36,7 @@ class Gating(nn.Module):
     def __init__(self, dim: int, sides: Sequence[int]) -> None:
         super().__init__()
         self.sides = tuple(sides)
-        self.maps = nn.Linear(dim, sum(sides))  # all g_i side by side
+        self.maps = nn.Linear(dim, sum(sides))  # the maps g_i of all dimensions, concatenated
 
     def forward(self, x_BD: Tensor) -> tuple[Tensor, ...]:
         """Return scores (B, side) for each dimension."""
@@ -53,13 +53,16 @@ def mixing_weights(priorities_BK: Tensor, answered_BK: Tensor) -> Tensor:
     """Return the softmax over the experts that answered, 0 for the others."""
     lowest = torch.finfo(priorities_BK.dtype).min
     weights_BK = priorities_BK.masked_fill(~answered_BK, lowest).softmax(1)
-    return weights_BK.masked_fill(~answered_BK, 0.0)  # not -inf above: its gradient would be NaN
+    return weights_BK.masked_fill(
+        ~answered_BK, 0.0
+    )  # with -inf before the softmax, the gradient would be NaN
 
 
 def balance_loss(importance_E: Tensor, idle: int) -> Tensor:
-    """Return the importances' squared coefficient of variation (Shazeer et al. 2017, eq. 6-7), >= 0.
+    """Return the squared coefficient of variation of the importances (Shazeer et al. 2017, eq. 6-7), >= 0.
 
-    ``importance_E`` are sums of weights over the batch; ``idle`` other known experts have none.
+    ``importance_E`` are the experts' sums of weights over the batch. There are ``idle`` other known experts, with
+    importance 0.
     """
     count = max(1, len(importance_E) + idle)
     mean = importance_E.sum() / count
@@ -77,7 +80,7 @@ class _RemoteFunction(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grads: Tensor) -> tuple[Tensor, None, None]:
-        # raises if the inputs, whose memory is sent again, were changed in place since
+        # backward sends the inputs' memory again; this raises if they were changed in place since forward
         _ = ctx.saved_tensors
         return torch.from_numpy(ctx.backward_call(as_floats(grads))), None, None
 
@@ -85,8 +88,8 @@ class _RemoteFunction(torch.autograd.Function):
 def attach_backward(inputs: Tensor, values: Floats, backward: Callable[[Floats], Floats]) -> Tensor:
     """Return ``values`` as a function of ``inputs``, whose gradient ``backward`` computes remotely.
 
-    The call is made even if the inputs need no gradient: it is how experts learn. On the CPU, as
-    all callers share autograd's one thread per GPU, and one that waits would stop the others.
+    The backward call is made even if the inputs need no gradient, because experts learn from it. The function is on the
+    CPU, because autograd has one thread per GPU for all callers: a call that waits there would stop the others.
     """
     if torch.is_grad_enabled() and not inputs.requires_grad:
         inputs = inputs.detach().requires_grad_()
@@ -99,10 +102,10 @@ def as_floats(tensor: Tensor) -> Floats:
 
 
 class RemoteExpert(nn.Module):
-    """One expert as a module: forward and backward run on its host, and it learns from each backward.
+    """One expert as a module: forward and backward run on the expert's host, and each backward lets it learn.
 
-    Maps a tensor (..., *sample shape) to one of the same shape and dtype; float32 inside. Raises
-    `ValueError` if ``uid`` is not in the grid.
+    Maps a tensor (..., *sample shape) to one of the same shape and dtype. The values are converted to float32 for
+    the expert. Raises `ValueError` if ``uid`` is not in the grid.
     """
 
     def __init__(self, calls: ExpertCalls, grid: Grid, uid: str) -> None:
@@ -116,7 +119,7 @@ class RemoteExpert(nn.Module):
         return self.uid
 
     def info(self) -> ExpertInfo:
-        """Return its current host, shape and step; raise `ExpertError` if no host was found in time."""
+        """Return the expert's current host, shape and step; raise `ExpertError` if no host was found in time."""
         calls = self._calls
         try:
             info = calls.runtime.call(
@@ -133,7 +136,10 @@ class RemoteExpert(nn.Module):
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, inputs: Tensor) -> Tensor:
-        """Raise `ExpertError` if it failed, in backward too, `ValueError` if the inputs do not fit."""
+        """Return the expert's outputs.
+
+        Raises `ExpertError` if the expert failed, also in backward, and `ValueError` if the inputs do not fit.
+        """
         info = self.info()
         calls = self._calls
         sample = inputs.shape[-len(info.shape) :]
@@ -161,9 +167,9 @@ class MixtureOfExperts(nn.Module):
 
     Args:
         k: experts called per sample.
-        k_min: answers per sample to wait for as long as they can arrive.
-        grace_s: how long to wait for the other answers after that; later ones count as failed.
-        sequences: a sample is a sequence, sent to experts as one and scored by its mean.
+        k_min: number of answers per sample for which the layer waits until the calls time out.
+        grace_s: how long to wait for the other answers after the first ``k_min``. Later answers count as failed.
+        sequences: each sample is a sequence. It is sent to experts whole, and its mean is scored.
     """
 
     def __init__(
@@ -188,11 +194,14 @@ class MixtureOfExperts(nn.Module):
         self.grace_s = grace_s
         self.sequences = sequences
         self.balance_loss: Tensor = torch.zeros(())
-        """Of the last forward pass: add a small multiple to your loss to spread the work over the experts."""
+        """`balance_loss` of the last forward pass. Add a small multiple of it to your loss, to spread the work."""
         self._calls = calls
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "balance_loss": torch.zeros(())}  # part of a graph: cannot be copied
+        return {
+            **self.__dict__,
+            "balance_loss": torch.zeros(()),
+        }  # it is part of a graph, so it cannot be copied
 
     def extra_repr(self) -> str:
         return f"{self.grid}, k={self.k}"
@@ -207,10 +216,10 @@ class MixtureOfExperts(nn.Module):
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, inputs: Tensor) -> Tensor:
-        """Return the mixture; a compiled model calls this layer as it is, between its compiled parts.
+        """Return the mixture. In a compiled model, this layer itself is not compiled.
 
-        Raises `NoExpertsError` if no expert is live, or none answered for any sample; `ValueError` if inputs do not
-        fit this layer or the experts, or are not finite.
+        Raises `NoExpertsError` if no expert is live, or no expert answered for any sample; `ValueError` if the inputs
+        do not fit this layer or the experts, or are not finite.
         """
         sample_axes = 2 if self.sequences else 1
         least_axes = 3 if self.sequences else 1
@@ -243,7 +252,7 @@ class MixtureOfExperts(nn.Module):
         indices_BKG = torch.from_numpy(batch.indices_BKG).to(device)
         weights_BK = mixing_weights(priorities(scores, indices_BKG), answered_BK)
         answered = weights_BK[answered_BK]
-        # an expert that two peers host is there twice, and counts once
+        # an expert that two peers host occurs twice, and is counted once
         uids = np.array([info.uid for info in batch.infos], np.str_)
         used, places = np.unique(uids[batch.experts_BK[batch.answered_BK]], return_inverse=True)
         places_of_answers = torch.from_numpy(places).to(device)
@@ -256,7 +265,7 @@ class MixtureOfExperts(nn.Module):
 
 
 class _Batch:
-    """One batch there and back. Sizes do not depend on the answers, as gradient checkpointing needs."""
+    """Forward and backward of one batch. Tensor sizes do not depend on the answers, as gradient checkpointing needs."""
 
     def __init__(self, layer: MixtureOfExperts, calls: ExpertCalls, inputs_BS: Floats) -> None:
         require(
@@ -274,7 +283,7 @@ class _Batch:
         self.indices_BKG = np.zeros((batch, k, len(layer.grid.sides)), np.int64)
         self.infos: list[ExpertInfo] = []  # experts that were chosen
         self.experts_BK = np.full((batch, k), -1, np.intp)  # places in `infos`; -1: none
-        self._fault = "none was found in time"  # or why the last call failed
+        self._fault = "none was found in time"  # later the reason why the last call failed
 
     async def forward(self, scores: Sequence[Floats]) -> None:
         rows = np.arange(len(self._inputs_BS))
@@ -284,7 +293,7 @@ class _Batch:
             except NoExpertsError:
                 if attempt == 0:
                     raise
-                break  # those that failed were the only ones
+                break  # there are no other experts than those that failed
             await self._call(rows)
             rows = np.flatnonzero(~self.answered_BK.any(1))
             if not len(rows):
@@ -316,7 +325,10 @@ class _Batch:
                     self.infos.append(info)
 
     async def _check_shapes(self, shapes: Set[tuple[int, ...]]) -> None:
-        """Raise ValueError if no live expert takes this layer's samples; a host that misfits alone only fails calls."""
+        """Raise ValueError if no live expert takes samples of this layer's shape.
+
+        If only some hosts do not fit, calls to these hosts fail.
+        """
         sample = self._inputs_BS.shape[1:]
         if not shapes or any(fits(sample, shape) for shape in shapes):
             return
@@ -383,7 +395,9 @@ class _Batch:
 
     async def backward(self, grads_BKS: Floats) -> Floats:
         groups = [*self._groups(self.answered_BK)]
-        if not all_finite(grads_BKS):  # the experts must not receive it, the caller's optimizer may
+        if not all_finite(
+            grads_BKS
+        ):  # the experts must not receive these gradients, but the caller's optimizer may
             self._calls.count(lost_gradients=len(groups))
             return np.full_like(self._inputs_BS, np.nan)
         calls = []
@@ -397,5 +411,5 @@ class _Batch:
             elif isinstance(result, BaseException):
                 raise result
             else:
-                grads_BS[rows] += result  # a sample is in a group once: nothing is overwritten
+                grads_BS[rows] += result  # correct because each sample occurs only once in ``rows``
         return grads_BS

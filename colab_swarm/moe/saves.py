@@ -1,12 +1,12 @@
 """Saves of experts: each is on its host's disk and at a few other peers, the *holders*.
 
-A save is a state in chunks (`colab_swarm.tensors.chunks`), named by its root. A holder downloads it from its
-owner, and a host that takes the expert over from the holders, in the same way: what is on the own disk
-already is not sent. A holder keeps the newest two saves per expert and owner, for a day.
+A save is a state in chunks (`colab_swarm.tensors.chunks`), named by its root. A holder downloads the save from its
+owner. A host that takes the expert over downloads it from the holders in the same way. Chunks that are already on
+the downloader's disk are not sent. A holder keeps the newest two saves per expert and owner, for a day.
 
-The owner's signed record names its newest save, and before it the last one that as many peers hold as any
-before: losing the host and all holders but one costs only the steps since the last save. Any peer
-may claim a save of any step: claims are tried from the highest step down.
+The owner's signed record names two saves: the newest one, and the last safe one, which has at least as many holders
+as each save before it. So if the host and all holders except one are lost, only the steps since the last safe save
+are lost. Any peer may claim to have a save of any step. Claims are tried in order, beginning with the highest step.
 """
 
 import asyncio
@@ -55,12 +55,12 @@ from colab_swarm.tensors.chunks import (
 from colab_swarm.tensors.statedict import Blob
 
 logger = logging.getLogger(__name__)
-KEPT_S = 24 * 3600.0  # a save that is not renewed is dropped; also the longest life of a record
+KEPT_S = 24 * 3600.0  # a save that is not renewed for this time is dropped; also the longest life of a record
 ANNOUNCE_S = 60.0  # between two announcements of a holder
 PROBE_S = 10.0  # timeout of the first request to a holder
-PATIENCE_S = 60.0  # pause before an unreachable or full holder is called again, and then last
-ATTEMPTS = 4  # holders that a save tries, per copy
-SAVES_OF_ONE = 2  # per expert and owner: the new one may not be in the DHT yet
+PATIENCE_S = 60.0  # for this time, an unreachable or full holder is tried after all others
+ATTEMPTS = 4  # how many holders a save tries for each copy
+SAVES_OF_ONE = 2  # saves kept per expert and owner; two, because the newest may not be in the DHT yet
 
 
 class Save(msgspec.Struct, frozen=True):
@@ -70,14 +70,14 @@ class Save(msgspec.Struct, frozen=True):
 
     @property
     def uid(self) -> str:
-        return self.manifest.subject.decode(errors="replace")  # a garbled one is no expert's
+        return self.manifest.subject.decode(errors="replace")  # a garbled name belongs to no expert
 
 
 class ReplicaStore:
-    """The saves on this peer's disk: those owned by ``me``, and within a quota those of others; on any thread.
+    """The saves on this peer's disk: the saves owned by ``me``, and those of others within a quota. Thread-safe.
 
-    Each is the file of a state, with a record beside it. One process uses the folder. Every read is checked, so
-    writes are not synced.
+    Each save is a file with the state, and a file with its record. Only one process may use the folder. Each read is
+    checked by its hash, so writes need not be synced to the disk.
     """
 
     def __init__(self, folder: Path, *, me: bytes, quota_bytes: int = 8 << 30) -> None:
@@ -93,12 +93,12 @@ class ReplicaStore:
                     self._saves[path] = msgspec.msgpack.decode(record.read_bytes(), type=Save)
             except (OSError, *UNDECODABLE) as error:
                 logger.warning("dropped %s, which cannot be read: %s", record, error)
-        for path in [*self._folder.glob("*")]:  # what a killed process left
+        for path in [*self._folder.glob("*")]:  # remaining files of a killed process
             if path.with_suffix(".safetensors") not in self._saves:
                 _delete(path)
 
     def add(self, save: Save, blob: Blob) -> None:
-        """Write or renew a save, and drop its owner's oldest of the expert beyond two.
+        """Write or renew a save; of this expert and owner, only the newest two saves are kept.
 
         Raises `StateError` if there is not enough space, or the disk cannot be written.
         """
@@ -107,7 +107,7 @@ class ReplicaStore:
             room_bytes = self.room_bytes(save.owner, save.manifest.root)
             text = f"{room_bytes:,} bytes are left here, {blob.nbytes:,} are needed"
             require(blob.nbytes <= room_bytes or save.owner == self._me, text, StateError)
-            # the record first: at the next start one without its file is dropped
+            # write the record first: at the next start, a record without its file is dropped
             write_file(path.with_suffix(".save"), [msgspec.msgpack.encode(save)])
             if path not in self._saves:
                 write_file(path, [blob.data])
@@ -118,11 +118,11 @@ class ReplicaStore:
             self._drop(sorted(same, key=lambda other: self._saves[other].at)[:-SAVES_OF_ONE])
 
     def manifest(self, root: bytes) -> Manifest | None:
-        """Return the manifest of a save of any owner; None if it is not here."""
+        """Return the manifest of a save of any owner; None if the save is not on this disk."""
         return next((self._saves[path].manifest for path in self._files(root)), None)
 
     def read(self, root: bytes, digest: bytes) -> bytes | None:
-        """Return a chunk of a save; None if it is missing or damaged. A damaged save is deleted."""
+        """Return a chunk of a save, or None if it is missing or damaged. A damaged save is deleted."""
         for path in self._files(root):
             manifest = self._saves[path].manifest
             chunks = [chunk for chunk in range(manifest.chunks) if manifest.digest(chunk) == digest]
@@ -139,12 +139,12 @@ class ReplicaStore:
         return None
 
     def saves(self, uid: str | None = None) -> list[Save]:
-        """Return the saves of one expert, or all; highest step first."""
+        """Return the saves of one expert, or all saves; the highest step comes first."""
         saves = [save for save in [*self._saves.values()] if uid in (None, save.uid)]
         return sorted(saves, key=lambda save: (save.manifest.step, save.at), reverse=True)
 
     def room_bytes(self, owner: bytes, root: bytes) -> int:
-        """Return the bytes that are left for this save of another peer."""
+        """Return the number of bytes that are free for this save of another peer."""
         free_bytes = self._quota_bytes
         for path, save in [*self._saves.items()]:
             if save.owner != self._me and path != self._path(owner, root):
@@ -152,7 +152,7 @@ class ReplicaStore:
         return max(0, free_bytes)
 
     def expire(self, before: float) -> None:
-        """Drop saves that were not renewed since ``before``, swarm time."""
+        """Drop the saves that were last renewed before the swarm time ``before``."""
         with self._changing:
             self._drop([path for path, save in self._saves.items() if save.at < before])
 
@@ -170,12 +170,14 @@ class ReplicaStore:
 
 
 def _delete(path: Path) -> None:
-    with contextlib.suppress(OSError):  # deleted already, or a failing disk, which the next write reports
+    with contextlib.suppress(
+        OSError
+    ):  # the file is gone already, or the disk fails and the next write reports it
         path.unlink()
 
 
 class KeepSave(Message, frozen=True):
-    """Asks a peer to download the caller's save with this root, and to keep it; `Ack` when it has it."""
+    """Asks a peer to download the caller's save with this root, and to keep it; the peer answers `Ack` afterwards."""
 
     root: Digest
 
@@ -193,7 +195,7 @@ class FetchSave(FetchChunks, frozen=True):
 
 
 class SavePlace(Message, frozen=True):
-    step: Annotated[int, msgspec.Meta(ge=0, lt=MAX_STEP)]  # optimizer steps in its weights
+    step: Annotated[int, msgspec.Meta(ge=0, lt=MAX_STEP)]  # number of the expert's optimizer steps
     root: Digest
     holders: Annotated[tuple[Contact, ...], msgspec.Meta(max_length=MAX_HOLDERS + 1)]  # peers that have it
 
@@ -209,21 +211,25 @@ class SaveRecord(Message, frozen=True):
 
 @dataclass(frozen=True)
 class SaveResult:
-    step: int  # optimizer steps in its weights
-    holders: frozenset[PeerId]  # other peers that have it
+    step: int  # number of the expert's optimizer steps
+    holders: frozenset[PeerId]  # other peers that have the save
     at: float  # swarm time, seconds
-    fault: str | None = None  # why it is not on this peer's disk or not in the DHT; None if it is in both
+    fault: str | None = (
+        None  # why the save is not on this peer's disk or not in the DHT; None if it is in both
+    )
 
 
 class ExpertSaves:
-    """Saves this peer's experts, keeps saves for others, and finds those of any peer."""
+    """Saves this peer's experts, keeps saves for other peers, and finds the saves of any peer."""
 
     def __init__(self, services: RunServices, store: ReplicaStore) -> None:
         self.store = store
-        self.results: dict[str, SaveResult] = {}  # of the last save of each expert
-        self.safe: dict[str, SavePlace] = {}  # the newest save of each that has as many holders as any before
-        self._sent: dict[bytes, Snapshot] = {}  # saves that holders download now, by root
-        self._failed_at: dict[PeerId, float] = {}  # swarm time
+        self.results: dict[str, SaveResult] = {}  # result of the last save of each expert
+        self.safe: dict[
+            str, SavePlace
+        ] = {}  # of each expert, the newest save with as many holders as any before
+        self._sent: dict[bytes, Snapshot] = {}  # saves that holders are downloading, by root
+        self._failed_at: dict[PeerId, float] = {}  # when a holder last failed, swarm time
         self._keeping = asyncio.Lock()
         self._peers = services.peers
         self._dht = services.dht
@@ -235,7 +241,9 @@ class ExpertSaves:
 
     async def start(self) -> None:
         """Announce regularly, until `stop`, that this peer keeps saves."""
-        self._tasks.every(ANNOUNCE_S, self._announce)  # first: an interrupt may end the other
+        self._tasks.every(
+            ANNOUNCE_S, self._announce
+        )  # begin this first, because an interrupt may end the next call
         await self._announce()
 
     async def stop(self) -> None:
@@ -243,7 +251,7 @@ class ExpertSaves:
         await self._announce(0.5)
 
     def kill(self) -> None:
-        """Stop serving and withdraw nothing, as a crash would."""
+        """Stop serving without withdrawing announcements, as a crash would."""
         self._tasks.cancel()
         for kind in (KeepSave, DescribeSave, FetchSave):
             self._peers.unserve(kind)
@@ -256,12 +264,12 @@ class ExpertSaves:
     async def _announce(self, ttl_s: float = 3 * ANNOUNCE_S) -> None:
         await asyncio.to_thread(self.store.expire, self._peers.time() - KEPT_S)
         me = self._peers.contact
-        if me.addresses:  # a peer that cannot be dialled could not return a save
+        if me.addresses:  # nobody could download a save from a peer that cannot be dialled
             await self._dht.publish(f"{self._run_id}/expert-holders", me, ttl_s=ttl_s)
 
     async def _keep(self, peer: PeerId, ask: KeepSave) -> Ack:
         try:
-            async with self._keeping:  # one at a time, as it is in memory while it arrives
+            async with self._keeping:  # one save at a time, because it is in memory during the download
                 free_bytes = (free_ram_bytes() or MAX_STATE_BYTES) // 2
                 limit_bytes = min(self.store.room_bytes(peer, ask.root), free_bytes)
                 await self._store(peer, await self._download(ask.root, [peer], limit_bytes))
@@ -299,7 +307,7 @@ class ExpertSaves:
         return lacking or self._peers.time() - last.at > KEPT_S / 24
 
     async def save(self, saved: Snapshot, others: Set[PeerId], copies: int) -> SaveResult:
-        """Save on this disk and at ``copies`` of the others, then publish it."""
+        """Write a save on this disk and at ``copies`` of the ``others``, then publish it."""
         uid = saved.manifest.subject.decode()
         step = saved.manifest.step
         fault = await self.write(saved)
@@ -317,13 +325,13 @@ class ExpertSaves:
         if not (contacts and await self._dht.publish(self._key(uid, "save"), record, ttl_s=KEPT_S)):
             fault = fault or f"no peer stored the record of the save of {uid}"
         result = self.results[uid] = SaveResult(step, frozenset(holders), self._peers.time(), fault)
-        # one with fewer holders, as after an outage, is no safe one
+        # a save with fewer holders than the one before, as after an outage, does not become the safe one
         if contacts and len(contacts) >= len(former.holders):
             self.safe[uid] = place
         return result
 
     async def write(self, saved: Snapshot) -> str | None:
-        """Save on this disk; return the error text, or None."""
+        """Write a save on this disk; return the text of the error, or None."""
         try:
             await self._store(self._peers.id, saved)
         except StateError as error:
@@ -338,11 +346,11 @@ class ExpertSaves:
         since = self._peers.time() - PATIENCE_S
 
         def rank(peer: PeerId) -> tuple[bool, float, bytes]:
-            """Former holders first, then those that did not fail lately, then a random order of this expert."""
+            """Sort former holders first, then peers that have not failed lately, then in a random order per expert."""
             return peer not in former, self._failed_at.get(peer, 0.0), blake3(subject + peer).digest()
 
         able = [peer for peer in others if self._failed_at.get(peer, since) <= since]
-        # for each request of some chunks, and for the first one
+        # one timeout for each request of several chunks, and one for the first request
         timeout_s = CHUNK_TIMEOUT_S * (1 + saved.manifest.chunks / REQUEST_CHUNKS)
         holders: list[PeerId] = []
         for holder in sorted(able, key=rank)[: ATTEMPTS * copies]:
@@ -353,7 +361,9 @@ class ExpertSaves:
                 holders.append(holder)
             except PeerError as error:
                 logger.info("%s keeps no save of %s: %s", short(holder), subject, error)
-                self._failed_at[holder] = self._peers.time()  # the other experts need not try it, too
+                self._failed_at[holder] = (
+                    self._peers.time()
+                )  # so that the saves of other experts do not try it
         return holders
 
     async def publish_saved(self, grid: Grid, uids: Iterable[str]) -> None:
@@ -370,9 +380,9 @@ class ExpertSaves:
         return saved
 
     async def claims(self, uid: str) -> list[tuple[PeerId, SavePlace]]:
-        """Return the saves of an expert on this disk or claimed in the DHT, and owners; highest step first.
+        """Return the saves of an expert, on this disk or claimed in the DHT, with their owners; highest step first.
 
-        Any peer may claim anything, so no claim replaces that of another owner.
+        Any peer may make a false claim, so a claim never replaces the claim of another owner.
         """
         claims: dict[tuple[bytes, bytes], tuple[PeerId, SavePlace]] = {}
         for save in self.store.saves(uid):
@@ -387,9 +397,9 @@ class ExpertSaves:
         return sorted(claims.values(), key=lambda claim: claim[1].step, reverse=True)
 
     async def fetch(self, uid: str, place: SavePlace, *, limit_bytes: int) -> Snapshot:
-        """Return a save from this disk and its holders.
+        """Return a save, read from this disk and downloaded from its holders.
 
-        Raises `StateError` if it is not the claimed state, larger than ``limit_bytes``, or incomplete.
+        Raises `StateError` if the save is not the claimed state, is larger than ``limit_bytes``, or is incomplete.
         """
         holders = [contact.id for contact in place.holders if contact.id != self._peers.id]
         saved = await self._download(place.root, holders, limit_bytes)
@@ -398,7 +408,7 @@ class ExpertSaves:
         return saved
 
     async def _download(self, root: bytes, holders: Sequence[PeerId], limit_bytes: int) -> Snapshot:
-        # dead holders cost one timeout together
+        # all holders are asked together, so all dead holders together cost one timeout
         answers = await asyncio.gather(*(self._ask(holder, root) for holder in holders))
         manifest = self.store.manifest(root)
         for answer in answers:

@@ -1,7 +1,8 @@
 """Trains one model with many batches in flight, which hides the latency of experts and networks.
 
-Each thread computes the gradients of a batch with a copy of the parameters and applies them at
-once, *stale* by about ``concurrency - 1`` updates (Learning@home, sections 3.1 and 4.2).
+Each thread computes the gradients of a batch with a copy of the parameters, and applies them immediately. Until then,
+about ``concurrency - 1`` other updates were applied: by so many updates the gradients are *stale* (Learning@home,
+sections 3.1 and 4.2).
 """
 
 import copy
@@ -35,7 +36,7 @@ PAUSE_S = 1.0  # before a batch is retried after a peer's failure
 class TrainerResult:
     """Progress of a `fit`."""
 
-    updates: int = 0  # of the model's own parameters
+    updates: int = 0  # of the model's local parameters
     samples: int = 0  # in the batches of these updates
     loss: float = math.nan  # mean of the last hundred batches; NaN before the first
     mean_staleness: float = 0.0  # mean number of other updates while a gradient was computed
@@ -54,7 +55,7 @@ class TrainerResult:
 class _Run(Generic[Batch]):
     def __init__(self, batches: Iterator[Batch]) -> None:
         self._batches = batches
-        self._taking = threading.Lock()  # an iterator serves one thread at a time
+        self._taking = threading.Lock()  # only one thread at a time may use an iterator
         self.stopped = threading.Event()
         self.error: BaseException | None = None
         self.result = TrainerResult()
@@ -79,15 +80,15 @@ class _Run(Generic[Batch]):
 class AsyncTrainer(Generic[Batch]):
     """Applies the gradients of many batches to one model, each as soon as it is ready.
 
-    A batch is retried when a peer fails. `fit` raises the peer's error only if no batch succeeds
-    for ``patience_s``, and exceptions of your own code at once.
+    A batch is retried when a peer fails. `fit` raises the error of a peer only if no batch succeeds
+    for ``patience_s``. It raises exceptions of your code immediately.
 
     Args:
         loss: returns the mean loss of a copy of the model over a batch: ``lambda model, batch: …``.
             It runs on many threads and must be thread-safe.
-        optimizer: of the model's own parameters; may be a `SwarmOptimizer`, which synchronizes several trainers.
-        concurrency: batches in flight, each with a copy of the model's own parameters. To hide
-            latency: duration of a batch, waits included, divided by its computing time.
+        optimizer: steps the model's local parameters; may be a `SwarmOptimizer`, which synchronizes several trainers.
+        concurrency: number of batches in flight, each with a copy of the model's local parameters. To hide the
+            latency, choose the duration of a batch, including waits, divided by its computing time.
         max_grad_norm: clip gradients of a batch to this 2-norm.
         progress: print progress twice a second.
         on_update: called after each update, while no other thread uses model and optimizer.
@@ -102,14 +103,14 @@ class AsyncTrainer(Generic[Batch]):
     patience_s: float = 300.0
     progress: bool = True
     on_update: Callable[[TrainerResult], object] | None = None
-    # of the last `fit`, even after an interrupt
+    # the result of the last `fit`, also after an interrupt
     result: TrainerResult = field(default=TrainerResult(), init=False)
 
     def __post_init__(self) -> None:
         text = f"concurrency={self.concurrency}: at least one batch must be in flight"
         require(self.concurrency >= 1, text)
         self._counts_samples = "samples" in inspect.signature(self.optimizer.step).parameters
-        self._lock = threading.Lock()  # of model, optimizer and the run's result
+        self._lock = threading.Lock()  # protects the model, the optimizer and the result
 
     def __repr__(self) -> str:
         return f"AsyncTrainer({self.concurrency} batches in flight; {self.result})"
@@ -136,7 +137,7 @@ class AsyncTrainer(Generic[Batch]):
             if self.progress:
                 print(f"\r{run.result}")
         finally:
-            with self._lock:  # a running update finishes, no other starts
+            with self._lock:  # an update that runs finishes, and no other starts
                 run.stopped.set()
                 run.count()
                 self.result = run.result
@@ -196,7 +197,7 @@ class AsyncTrainer(Generic[Batch]):
             more: dict[str, Any] = {}
             if self._counts_samples:
                 more["loss"] = loss
-                # Else the optimizer says what to pass.
+                # If the number is unknown, the optimizer's error says what to pass.
                 if samples is not None:
                     more["samples"] = samples
             self.optimizer.step(**more)

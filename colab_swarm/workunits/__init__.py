@@ -1,4 +1,4 @@
-"""Work units: VC-ASGD, training by volunteers who can only make plain HTTPS requests. See README.md here."""
+"""Work units (VC-ASGD): training by volunteers that only make plain HTTPS requests. See README.md here."""
 
 from colab_swarm.workunits.coordinator import coordinate
 from colab_swarm.workunits.job import Job, WorkPlan

@@ -1,8 +1,8 @@
 """The volunteer's HTTP client, and its disk cache of data and unfinished units.
 
-A call retries until it succeeds. A download resumes where a connection broke, an upload starts over.
-Only a refusal of the coordinator itself, a `Problem`, ends a call: with `CallRefused`, whose code
-is the problem's. A proxy's error page is retried like any network error.
+A call is retried until it succeeds. After a broken connection, a download resumes where it stopped, and an upload
+starts again. Only a refusal by the coordinator itself, a `Problem`, ends a call. It raises `CallRefused` with
+the code of the problem. After an error page of a proxy, the call is retried as after any network error.
 """
 
 import asyncio
@@ -43,7 +43,7 @@ from colab_swarm.workunits.weights import Floats, Schema
 
 
 class RetryableError(PeerError):
-    """An error worth a retry, after ``asked_s`` seconds at least."""
+    """An error after which to retry, not before ``asked_s`` seconds have passed."""
 
     def __init__(self, text: str, asked_s: float = 0.0) -> None:
         super().__init__(text)
@@ -54,7 +54,7 @@ logger = logging.getLogger(__name__)
 
 
 class SubsetCache:
-    """Subsets of a job's data on disk, by SHA-256 in ``digests``; other digests are deleted."""
+    """Files of a job's data on disk, named by their SHA-256. Files that are not in ``digests`` are deleted."""
 
     def __init__(self, folder: Path, digests: Collection[str]) -> None:
         self._folder = folder
@@ -91,21 +91,21 @@ READ_BYTES = 64 << 10
 MAX_ANSWER_BYTES = 64 << 10
 MAX_CARD_BYTES = 16 << 20
 LONGEST_WAIT_S = 900.0
-"""Of what the other side asks for."""
-# ranges count bytes of the file itself; data are compressed already
+"""Longest wait that the other side may ask for."""
+# "identity", because ranges count bytes of the file itself, and the data are compressed already
 HEADERS = {"Accept-Encoding": "identity", "Content-Type": "application/octet-stream"}
 TROUBLE = (aiohttp.ClientError, OSError)
-"""Errors worth a retry. Timeouts and `RetryableError` are OSErrors."""
+"""Errors after which to retry. Timeouts and `RetryableError` are OSErrors."""
 GOOD = (200, 206)
 
 
 class CoordinatorClient:
-    """Connection to one coordinator of the run ``run_id``. Use it in one event loop; `aclose` it.
+    """Connection to one coordinator of the run ``run_id``. Use it in one event loop, and `aclose` it at the end.
 
-    Every method raises `CallRefused` if the coordinator refuses, and retries other errors, between
-    the two waits of ``retry_s``. ``authority`` is the run's public key; None in an open run.
-    ``clock`` gives seconds since the epoch; the coordinator's own clock corrects it. ``trouble`` is
-    the error that the current call retries after, empty while all is well.
+    Each method raises `CallRefused` if the coordinator refuses. After other errors it retries; the waits grow from
+    the first to the second value of ``retry_s``. ``authority`` is the run's public key; None in an open run.
+    ``clock`` returns seconds since the epoch (1970); the client corrects it by the coordinator's clock. ``trouble`` is
+    the error after which the current call is retried; empty if there is none.
     """
 
     def __init__(
@@ -177,7 +177,7 @@ class CoordinatorClient:
                 async with self._request("PUT", target, data) as answer:
                     taken = _decoded(await _body(answer, MAX_ANSWER_BYTES), Taken)
             except CallRefused as error:
-                # an earlier one arrived, and its answer was lost
+                # an earlier upload arrived, but its answer was lost
                 if lost and error.code == "stale":
                     return
                 raise
@@ -205,7 +205,7 @@ class CoordinatorClient:
     async def _download(
         self, target: str, size_bytes: int, decode: Callable[[bytes], T], *, accept: str = "*/*"
     ) -> T:
-        """Fetch a file, across broken connections."""
+        """Fetch a file; after a broken connection, resume."""
         data = bytearray()
         etag = ""
 
@@ -237,7 +237,7 @@ class CoordinatorClient:
             self.received_bytes += len(piece)
             if len(data) > size_bytes:
                 return
-        # aiohttp itself notices where a compressed file ends early
+        # aiohttp itself raises an error if a compressed file ends early
         if len(data) < size_bytes and answer.content_type != PACKED:
             raise RetryableError(f"{answer.url.path} ended after {len(data):,} of {size_bytes:,} bytes")
 
@@ -279,7 +279,7 @@ class CoordinatorClient:
             yield answer
 
     async def _refused(self, answer: aiohttp.ClientResponse) -> NoReturn:
-        """Raise what a refusal means: CallRefused, or RetryableError if it may pass."""
+        """Raise the error of a refusal: CallRefused, or RetryableError if a retry may succeed."""
         body = await _body(answer, MAX_ANSWER_BYTES)
         retry_after = answer.headers.get("Retry-After", "")
         asked_s = 0.0
@@ -288,7 +288,7 @@ class CoordinatorClient:
         try:
             problem = msgspec.msgpack.decode(body, type=Problem)
         except UNDECODABLE as error:
-            # something else answered, such as a proxy
+            # the answer is not from the coordinator, but for example from a proxy
             raise RetryableError(f"answer {answer.status} {answer.reason}", asked_s) from error
         if problem.code == "token" and self._adopt_clock(answer.headers.get("Date", "")):
             raise RetryableError("your clock is wrong: the coordinator's is used")
@@ -297,7 +297,7 @@ class CoordinatorClient:
         raise CallRefused(problem.code, problem.text)
 
     def _adopt_clock(self, date: str) -> bool:
-        """Follow the coordinator's clock; return True if it is another than before."""
+        """Set the client's clock by the coordinator's; return True if that changed it."""
         try:
             ahead_s = parsedate_to_datetime(date).timestamp() - self._clock()
         except ValueError:
@@ -312,13 +312,13 @@ class CoordinatorClient:
 
 
 def _session() -> aiohttp.ClientSession:
-    # however large a file is, it may take its time while it moves
+    # a large file may take any time as long as data arrive
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=20.0, sock_read=60.0)
     return aiohttp.ClientSession(timeout=timeout, headers=HEADERS, trust_env=True, middlewares=(_once,))
 
 
 async def _once(request: aiohttp.ClientRequest, send: aiohttp.ClientHandlerType) -> aiohttp.ClientResponse:
-    """Keep aiohttp from resending a request on its own: a token is valid once."""
+    """Keep aiohttp from sending a request again by itself, because a token is valid only once."""
     try:
         return await send(request)
     except (aiohttp.ClientOSError, aiohttp.ServerDisconnectedError) as error:
@@ -342,12 +342,12 @@ def _decoded(body: bytes, kind: type[T]) -> T:
 
 @dataclass
 class UnitProgress:
-    """A unit in hand, for people."""
+    """Progress of a unit that the volunteer holds, for people."""
 
     unit: str
     phase: str = "waiting"  # or downloading, training, uploading
-    done: int = 0  # batches
-    batches: int = 0  # of the unit
+    done: int = 0  # batches trained so far
+    batches: int = 0  # all batches of the unit
     loss: float | None = None  # of the latest batch
     seconds: float = 0.0  # since the unit's arrival
 
@@ -359,20 +359,20 @@ class VolunteerSnapshot:
     job: str  # its name
     state: str = ""  # the volunteer's activity, or why it ended, for people
     over: bool = False
-    fault: str = ""  # traceback of the job's own code, if that ended it
+    fault: str = ""  # traceback of the job's code, if an error in it ended the volunteer
     epoch: int = 0  # of the job, as last reported
     accuracy: float | None = None  # of the epoch before
-    units: tuple[UnitProgress, ...] = ()  # in hand
-    # numbers of units
+    units: tuple[UnitProgress, ...] = ()  # units that the volunteer holds
+    # the next fields are numbers of units
     accepted: int = 0
     refused: int = 0
     given_back: int = 0
-    surplus: int = 0  # of which another volunteer's result came first
+    surplus: int = 0  # units for which another volunteer's result came first
     refusal: str = ""  # why the last result was refused
     samples: int = 0  # trained in accepted units
     sent_bytes: int = 0  # of results
     received_bytes: int = 0  # of data and parameters
-    seconds: float = 0.0  # since its start, until its end
+    seconds: float = 0.0  # from the volunteer's start until now, or until its end
 
 
 @dataclass
@@ -381,9 +381,9 @@ class UnitInHand:
 
     unit: GivenUnit
     deadline: float  # seconds since the epoch
-    state: dict[str, Any] | None = None  # of `UnitTraining`, saved by a killed process
-    training: UnitTraining | None = None  # None until its files are here
-    # monotonic times of its arrival and its latest save
+    state: dict[str, Any] | None = None  # of `UnitTraining`, as saved by a process that was killed
+    training: UnitTraining | None = None  # None until the unit's files are downloaded
+    # monotonic times of the unit's arrival and of its latest save
     began: float = field(default_factory=time.monotonic)
     saved: float = field(default_factory=time.monotonic)
 
@@ -392,14 +392,14 @@ class UnitInHand:
 
 
 class UnitSaves:
-    """Files of units in hand, from which a killed volunteer resumes; ``owner``: volunteer and job."""
+    """Files with the units that a volunteer holds, from which it resumes after a kill; ``owner``: volunteer and job."""
 
     def __init__(self, folder: Path, owner: str) -> None:
         self._folder = folder
         self._owner = owner
 
     def save(self, held: UnitInHand) -> None:
-        """Save a unit. A full disk, or an odd optimizer's state, only causes a warning."""
+        """Save a unit. If the disk is full or the optimizer's state cannot be saved, there is only a warning."""
         state = {
             "owner": self._owner,
             "unit": msgspec.msgpack.encode(held.unit),
@@ -412,12 +412,12 @@ class UnitSaves:
             logger.warning("unit %s is not saved: %s", held.unit.assignment, error)
 
     def drop(self, unit: GivenUnit) -> None:
-        # a file that stays is deleted once its deadline has passed
+        # a file that cannot be deleted now is deleted after its deadline has passed
         with suppress(OSError):
             self._file(unit).unlink()
 
     def left_behind(self, *, now: float) -> list[UnitInHand]:
-        """Return units that a killed process had in hand, before their deadlines; delete the others."""
+        """Return the units of a killed process whose deadlines have not passed; delete the others."""
         units = []
         for path in sorted(self._folder.glob("*.unit")):
             try:

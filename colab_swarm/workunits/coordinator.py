@@ -1,6 +1,6 @@
 """`cs.workunits.coordinate`: hand a job out to volunteers in work units.
 
-`Coordinator` owns the job's log and what follows it: the web server (`web`), and parameter servers
+A `Coordinator` owns the job's log, the web server for the volunteers (`web`), and the parameter servers
 (`servers`), which merge accepted results into the parameters.
 """
 
@@ -51,17 +51,19 @@ _coordinators: "set[Coordinator]" = set()
 
 
 class CoordinatorOptions(TypedDict, total=False):
-    """Options of a coordinator; everything has a default.
+    """Options of a coordinator; all have defaults.
 
     Attributes:
-        folder: for its key, its store and data; the same folder resumes the job. By default JOB-work.
+        folder: where the coordinator keeps its key, its store and the data. A coordinator with the same folder resumes
+            the job. By default JOB-work.
         store: address of the job's state, see `open_store`; by default an SQLite file in the folder.
-        servers: number of parameter servers; ``auto``, the default, follows the waiting results.
-        host, port: to listen on; by default all interfaces, and the same port as last time or a free one.
-        url: where volunteers reach it, such as ``https://train.example.org``, if something forwards to it.
-        tunnel: ``ngrok`` or ``cloudflared``: open a public https address for it.
-        accept_terms: True if the platform's terms allow this, needed on Colab; "tunnels" if they also allow the
-            tunnel, needed with one on Colab, Kaggle and Binder.
+        servers: number of parameter servers; with ``auto``, the default, it depends on how many results wait.
+        host, port: where to listen; by default on all interfaces, and on the same port as last time or a free one.
+        url: the address at which volunteers reach the coordinator, such as ``https://train.example.org``, if a proxy
+            forwards to it.
+        tunnel: ``ngrok`` or ``cloudflared``: open a public https address for the coordinator.
+        accept_terms: True if the platform's terms allow this; needed on Colab. "tunnels" if they also allow the
+            tunnel; needed for a tunnel on Colab, Kaggle and Binder.
     """
 
     folder: str | Path
@@ -75,11 +77,11 @@ class CoordinatorOptions(TypedDict, total=False):
 
 
 class Coordinator(contextlib.AbstractContextManager["Coordinator"]):
-    """A coordinator in the background. Its ``link``, a secret, lets volunteers in for a week.
+    """A coordinator in the background. Volunteers can join with its ``link``, a secret, for a week.
 
-    On an event loop use `start`, ``finished``, `status` and `close`; from other threads the rest.
-    ``access`` is of the run of ``token``'s peer, ``tick_s`` the interval of the check for passed
-    deadlines. The caller closes the store. ``url`` is the address of the public status page.
+    On an event loop use `start`, ``finished``, `status` and `close`; from other threads use the other methods.
+    ``access`` is that of the run, ``token`` signs for this peer, and ``tick_s`` is the interval in which passed
+    deadlines are noticed. The caller closes the store. ``url`` is the address of the public status page.
     """
 
     link: Invitation
@@ -123,11 +125,11 @@ class Coordinator(contextlib.AbstractContextManager["Coordinator"]):
         self._upkeep: asyncio.Task[None] | None = None
         self._stopping = asyncio.Event()
         self._tunnel: Tunnel | None = None
-        # lock and store, until `close`
+        # holds the lock and the store until `close`
         self._held = contextlib.ExitStack()
 
     def _write_code(self) -> None:
-        """Write the job's file for server processes, which measure with this job's settings."""
+        """Write the job's file for server processes, which measure the accuracy with this job's settings."""
         plan = self.job.plan
         settings = f"seed={plan.seed}, validation_samples={plan.validation_samples}"
         code = f"{self.job.code}\njob = job.with_plan({settings})\n"
@@ -149,9 +151,10 @@ class Coordinator(contextlib.AbstractContextManager["Coordinator"]):
         return card.signed(identity.sign)
 
     def invite(self, *, hours: float = 7 * 24.0) -> Invitation:
-        """Return a link that lets volunteers in for ``hours``; who used it may stay a week longer.
+        """Return a link with which volunteers can join for ``hours``; after that, they may stay a week longer.
 
-        With an allowlist they join the swarm first. A peer that joined passes its own invitation on.
+        If the run has an allowlist, volunteers must join the swarm first. If this peer has joined a run of another
+        peer, it passes on the invitation with which it joined.
         """
         invite = self._access.invitation or issue(self._access, self._token.identity, hours=hours)
         return invitation_at(self.url, invite)
@@ -160,7 +163,7 @@ class Coordinator(contextlib.AbstractContextManager["Coordinator"]):
         return Runtime.shared().call(on_loop(self.status))
 
     def log(self) -> list[AnyEntry]:
-        """Return all that happened to the job, in order: see `colab_swarm.workunits.state`."""
+        """Return all entries of the job's log, in order: see `colab_swarm.workunits.state`."""
         return [entry for _, entry in self.store.entries()]
 
     def model(self) -> nn.Module:
@@ -170,7 +173,7 @@ class Coordinator(contextlib.AbstractContextManager["Coordinator"]):
         return model
 
     def wait(self, seconds: float | None = None) -> bool:
-        """Wait until the job is done, ``seconds`` at most; return True if it is."""
+        """Wait until the job is done, at most ``seconds``; return True if it is done."""
         Runtime.shared().call(waited(self.finished.wait(), seconds))
         return self.finished.is_set()
 
@@ -201,7 +204,7 @@ class Coordinator(contextlib.AbstractContextManager["Coordinator"]):
         return draw_job(self.snapshot()).html()
 
     async def start(self, options: CoordinatorOptions, tunnel: TunnelSettings | None = None) -> None:
-        """Begin the job, or resume it where its log ends. All parts start, or none."""
+        """Begin the job, or resume it where its log ends. If one part cannot start, none starts."""
         host = options.get("host", "")
         self.url = options.get("url", "")
         try:
@@ -216,14 +219,14 @@ class Coordinator(contextlib.AbstractContextManager["Coordinator"]):
                 self._set_url(relayed.address)
             if not self.url:
                 addresses = reachable_addresses(host or "0.0.0.0", port)
-                # the first is loopback
+                # the first address is loopback
                 self._set_url(addresses[min(1, len(addresses) - 1)])
         except BaseException:
             await self.shut_down()
             raise
 
     async def _listen(self, host: str, port: int) -> int:
-        """Listen on ``port``; 0: on that of last time if it is free. Return the port."""
+        """Listen on ``port`` and return the port. With 0, listen on the port of last time if it is free."""
         saved = self.folder / "port"
         if not port:
             with contextlib.suppress(OSError, ValueError):
@@ -244,7 +247,7 @@ class Coordinator(contextlib.AbstractContextManager["Coordinator"]):
         await self.server.close()
         if self._upkeep is not None:
             self._stopping.set()
-            # not cancelled: its threads use the store, and start servers
+            # wait for this task and do not cancel it, because its threads use the store and start servers
             await self._upkeep
             await asyncio.to_thread(self._pool.close)
 
@@ -253,10 +256,10 @@ class Coordinator(contextlib.AbstractContextManager["Coordinator"]):
             try:
                 await self._keep_servers()
             except StoreError:
-                # the log has reported it, and the next round retries
+                # the log has reported the error, and the next tick retries
                 pass
             except Exception as error:
-                # volunteers are answered all the same
+                # the coordinator still answers volunteers
                 if self._log.fault != str(error):
                     logger.exception("upkeep of the job failed")
                     self._log.fault = str(error)
@@ -286,12 +289,12 @@ class Coordinator(contextlib.AbstractContextManager["Coordinator"]):
         epoch = self.dispatcher.epoch
         units = [state.units[Unit(epoch, subset)] for subset in range(state.subsets)]
         marks = [unit.mark for unit in units]
-        # those that failed wait again
+        # units that failed wait again
         counts = dict.fromkeys(("waiting", "training", "queued", "assimilated"), 0)
         for mark in marks:
             counted_as = "waiting" if mark in MARKS.values() else mark
             counts[counted_as] += 1
-        # copies, by accepted units
+        # copies of the records, sorted by accepted units
         volunteers = [replace(record) for record in state.volunteers.values()]
         volunteers.sort(key=lambda record: -record.accepted)
         staleness = [unit.staleness for unit in units if unit.staleness is not None]
@@ -323,7 +326,7 @@ class Coordinator(contextlib.AbstractContextManager["Coordinator"]):
         )
 
     def _units_per_s(self, now: float) -> float:
-        """Return the rate of the latest assimilations."""
+        """Return the units per second of the latest assimilations."""
         state = self.dispatcher.state
         times = state.assimilated_at
         if state.finished or not times or now <= times[0]:
@@ -332,7 +335,7 @@ class Coordinator(contextlib.AbstractContextManager["Coordinator"]):
 
 
 def issue(access: RunAccess, identity: Identity | Node, *, hours: float) -> Invite:
-    """Issue an invitation as the run's authority, valid for ``hours``. With an allowlist it admits nobody by itself."""
+    """Issue an invitation as the run's authority, valid for ``hours``. In a run with an allowlist it is not enough."""
     end = time.time() + 3600 * hours
     if access.admission is None:
         return Invite(access.run_id, (), end)
@@ -360,14 +363,13 @@ def coordinate(
 ) -> Coordinator:
     """Hand a job out to volunteers and merge their results into the model (VC-ASGD).
 
-    A coordinator that died or was stopped resumes from its folder, and its link stays valid.
-    Calling this again while it works returns the same coordinator. Raises FileNotFoundError,
-    ValueError or TypeError if the job or an option is not usable, StoreError or OSError if the
-    store or the port is not, TunnelError or SecretError if the tunnel is not, and TermsError if the
-    platform's terms are not accepted.
+    A coordinator that died or was stopped resumes from its folder, and its link stays valid. A second call while
+    the coordinator works returns the same coordinator. Raises FileNotFoundError, ValueError or TypeError if the job
+    or an option is not usable, StoreError or OSError if the store or the port cannot be used, TunnelError or
+    SecretError if the tunnel cannot be used, and TermsError if the platform's terms are not accepted.
 
     Args:
-        job: a `Job`, or the file that defines one.
+        job: a `Job`, or the path of a file that defines one.
         access: who may volunteer: everyone with the link (``invite``), or everyone (``open``).
         **options: see `CoordinatorOptions`.
     """
@@ -394,7 +396,7 @@ def open_coordinator(job: Job, access: RunAccess, token: Token, options: Coordin
     with contextlib.ExitStack() as held:
         lock = FileLock(folder / "lock", thread_local=False)
         try:
-            # two coordinators would not know of each other's decisions
+            # two coordinators would not know each other's decisions
             lock.acquire(timeout=0)
         except Timeout as error:
             raise ValueError(f"another coordinator works in {folder}: stop it first") from error

@@ -1,21 +1,21 @@
-"""The coordinator's decisions, which volunteer trains which unit, and the log they are written to.
+"""The coordinator's decisions about which volunteer trains which unit, and the log to which they are written.
 
-A decision is a list of entries. It takes effect when they are applied, after they are in the
-store's log: the coordinator may be killed at any moment. Decisions are made one at a time, and read
-`JobState` without changing it. The rules:
+A decision is a list of entries. The entries are first written to the store's log and then applied, because the
+coordinator may be killed at any moment. Decisions are made one at a time. They read `JobState` without changing it.
+The rules:
 
-- A machine that lacks something of ``plan.needs`` gets no units.
+- A machine that does not fulfil ``plan.needs`` gets no units.
 - The units of an epoch are assigned when all units of the epoch before are assimilated.
-- A unit that expired, was rejected or given back goes to another volunteer, a reliable one first.
-  A volunteer that failed it gets it again only after the others had time to take it.
-- When no unit of the epoch is left to hand out, an idle volunteer gets a copy of the unit that is out
-  longest, once that takes longer than nine of ten units do. So an epoch does not wait for a volunteer
-  that was preempted. Earlier copies would keep volunteers from the next epoch's units.
-- The first result of a unit and its copies counts. A later one is not uploaded, so nothing shows that
-  it is valid: it brings its volunteer no credit. Who took longer than nine of ten units do has failed the
-  unit, as one whose deadline passed: else a volunteer that never answers would stay a reliable one.
-- Replicas of a unit go to different volunteers. It is accepted once a majority of
-  ``plan.replication`` agrees; until then one more replica is assigned.
+- A unit that expired, was rejected or was given back goes to another volunteer, preferably a reliable one.
+  A volunteer that failed the unit gets it again only after the others had time to take it.
+- When all units of the epoch are handed out, an idle volunteer gets a copy of the unit that has been out
+  longest, if this is longer than nine of ten units take. So an epoch does not wait for a volunteer
+  that was preempted. If copies were made earlier, their volunteers would miss units of the next epoch.
+- Of a unit and its copies, the first result is used. A later result is not uploaded. As nothing shows that it is
+  valid, its volunteer gets no credit. A volunteer that took longer than nine of ten units take has failed the unit,
+  as if its deadline had passed. Otherwise a volunteer that never answers would count as reliable.
+- Replicas of a unit go to different volunteers. The unit is accepted when a majority of ``plan.replication`` results
+  agree. Until then, one more replica is assigned.
 """
 
 import asyncio
@@ -56,18 +56,18 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 PRESENT_S = 600.0
-"""A volunteer that has been silent for longer counts as gone."""
+"""A volunteer that has been silent for longer is treated as gone."""
 FIRST_DEADLINE_S = 600.0
 LONGEST_DEADLINE_S = 86_400.0
 SLACK_S = 30.0
 COPIES = 1
-"""Volunteers who may train a unit at once, beyond those that it needs."""
+"""How many volunteers may train copies of a unit at the same time, in addition to those that it needs."""
 FEW = 2
-"""Units in flight of a volunteer that is new or unreliable."""
+"""Most units that a new or unreliable volunteer may hold."""
 MORE_REPLICAS = 3
-"""Than `plan.replication` without a majority: then the unit starts over."""
+"""After this many more results than `plan.replication` without a majority, the unit starts again."""
 MEASURE_S = 30.0
-"""An epoch waits this long for its accuracies: after that their server has died."""
+"""How long an epoch waits for its accuracies. If they do not come, their server has died."""
 SHORTEST_WAIT_S = 0.2
 FIRST_WAIT_S = 1.0
 LONGEST_WAIT_S = 30.0
@@ -75,14 +75,14 @@ STALE = {
     "rejected": "its result was refused before",
     "given back": "you gave it back",
 }
-"""Why a result is not awaited, by the fate of its assignment."""
+"""Why the coordinator does not wait for a result, by the fate of its assignment."""
 
 
 class Dispatcher:
-    """Decide for one job, without I/O; ``now`` is seconds since the epoch.
+    """Decide for one job, without I/O; ``now`` is seconds since the epoch (1970).
 
-    ``subsets`` is the number of units of an epoch. ``rng`` draws names of assignments, which must
-    not be guessed.
+    ``subsets`` is the number of units in an epoch of the job. ``rng`` draws the names of assignments, which nobody
+    must be able to guess.
     """
 
     def __init__(self, plan: WorkPlan, subsets: int, rng: random.Random) -> None:
@@ -97,7 +97,7 @@ class Dispatcher:
     def assign(
         self, volunteer: str, *, now: float, name: str = "", resources: Resources = NOTHING
     ) -> Assigned | None:
-        """Assign a unit to a volunteer; return None if there is none for it."""
+        """Assign a unit to a volunteer; return None if there is no unit for it."""
         record = self.state.volunteer(volunteer)
         most = self._plan.in_flight
         if not record.proven:
@@ -125,18 +125,18 @@ class Dispatcher:
         )
 
     def unfit(self, resources: Resources) -> str:
-        """Return why a machine with these ``resources`` gets no units; empty if it does."""
+        """Return why a machine with these ``resources`` gets no units; empty if it gets units."""
         lacks = resources.lacks(self._plan.needs)
         if lacks:
             return f"this job needs {lacks}: volunteer with another machine"
         return ""
 
     def _choice(self, record: VolunteerState, volunteer: str, now: float) -> Unit | None:
-        """Return the unit that is best for a volunteer; None if it may train none.
+        """Return the unit that is best for a volunteer; None if the volunteer may train none.
 
-        A proven one gets units that failed before first, any other gets them last. Then those of
-        data that it had before, and has in its cache. Volunteers start at different places. Copies
-        are the last resort.
+        A proven volunteer gets units that have failed before all others; any other volunteer gets them last. Next come
+        units whose data the volunteer has had before, and therefore has in its cache. Different volunteers begin at
+        different units. Copies are the last resort.
         """
         open_units = self.state.open
         patience_s = 0.0
@@ -144,7 +144,7 @@ class Dispatcher:
             patience_s = 2 * self._poll_s()
         free = []
         for unit, state in open_units.items():
-            # the volunteer that failed a unit leaves it to others for a while
+            # for a while, a volunteer does not get a unit that it failed, so that others can take it
             may_take = now >= state.failed_by.get(volunteer, -math.inf) + patience_s
             if may_take and self._missing(state) > 0 and not state.is_with(volunteer):
                 free.append(unit)
@@ -160,7 +160,7 @@ class Dispatcher:
         return min(free[first:] + free[:first], key=rank)
 
     def _overdue(self, volunteer: str, now: float) -> Unit | None:
-        """Return the unit that a volunteer may train as a copy and that is out longest."""
+        """Return the unit that has been out longest among those that this volunteer may train as a copy."""
         overdue_s = self._overdue_s()
         out_since: dict[Unit, float] = {}
         for unit, state in self.state.open.items():
@@ -172,7 +172,7 @@ class Dispatcher:
         return min(out_since, key=out_since.__getitem__, default=None)
 
     def _has_others(self, volunteer: str, now: float) -> bool:
-        """Return True if another volunteer is present, and not banned."""
+        """Return True if another volunteer is present and not banned."""
         for name, record in self.state.volunteers.items():
             present = record.last_seen > now - PRESENT_S
             if name != volunteer and present and record.banned_until <= now:
@@ -180,7 +180,7 @@ class Dispatcher:
         return False
 
     def unacknowledged(self, volunteer: str, in_hand: Collection[str], *, now: float) -> Assigned | None:
-        """Return an assignment that a volunteer does not have ``in_hand``: its answer was lost."""
+        """Return an assignment that the volunteer does not have ``in_hand``, because the answer with it was lost."""
         for name, replica in self.state.out.items():
             assigned = replica.given
             if assigned.volunteer == volunteer and assigned.deadline > now and name not in in_hand:
@@ -204,9 +204,10 @@ class Dispatcher:
         return min(LONGEST_DEADLINE_S, usual_s * 2.0 ** min(expired, 16))
 
     def _overdue_s(self) -> float:
-        """Return the time that units of nine of ten volunteers take at most; infinity before the first result.
+        """Return the time within which units of nine of ten volunteers come back; infinity before the first result.
 
-        Each volunteer counts once: one that returns its units at once must not set the deadlines of all others.
+        Each volunteer counts once, so that one volunteer that returns many units quickly does not set the deadlines of
+        all others.
         """
         times = sorted(map(_usual_s, self.state.unit_s.values()))
         if not times:
@@ -220,7 +221,7 @@ class Dispatcher:
         return min(LONGEST_WAIT_S, max(SHORTEST_WAIT_S, usual_s / 10))
 
     def wait_s(self, volunteer: str, *, now: float) -> float:
-        """Return the seconds after which a volunteer without units asks again, spread at random."""
+        """Return the seconds, spread at random, after which a volunteer without units asks again."""
         record = self.state.volunteer(volunteer)
         if record.idle_until > now:
             return record.idle_until - now
@@ -231,7 +232,7 @@ class Dispatcher:
         return max(SHORTEST_WAIT_S, poll_s)
 
     def ban_of(self, volunteer: str, *, now: float) -> tuple[str, str] | None:
-        """Return why and how long a volunteer is banned, as code and text; None if it is not."""
+        """Return why and how long a volunteer is banned, as code and text; None if it is not banned."""
         record = self.state.volunteer(volunteer)
         if record.banned_until <= now:
             return None
@@ -243,7 +244,7 @@ class Dispatcher:
         )
 
     def refusal(self, assignment: str, volunteer: str, *, now: float) -> tuple[str, str] | None:
-        """Return why a result is refused, as code and text; a late one may still be wanted."""
+        """Return why a result is refused, as code and text; None if it is wanted, which a late result may still be."""
         replica = self.state.replicas.get(assignment)
         if replica is None or replica.given.volunteer != volunteer:
             return "unknown", "this assignment is not yours: ask for units"
@@ -276,7 +277,7 @@ class Dispatcher:
         return expired
 
     def give_back(self, volunteer: str, *, now: float) -> list[GaveBack]:
-        """Take back all units of a volunteer, which leaves."""
+        """Take back all units of a volunteer that leaves."""
         out = self.state.out.items()
         return [
             GaveBack(at=now, assignment=name) for name, replica in out if replica.given.volunteer == volunteer
@@ -287,8 +288,8 @@ class Dispatcher:
     ) -> list[AnyEntry]:
         """Decide on a valid result that is wanted.
 
-        ``change`` is the L2 norm of its change of the parameters, ``distance`` that of two results,
-        as a share of it.
+        ``change`` is the L2 norm of the change that the result makes to the parameters. ``distance`` returns the
+        distance of two results, relative to this change.
         """
         unit = self.state.replicas[assignment].given.unit
         alpha = self._plan.alpha_of(unit.epoch)
@@ -311,7 +312,7 @@ class Dispatcher:
         return [returned, *_rejections(results, reason, now)]
 
     def _late(self, unit: Unit, assignment: str, now: float) -> list[AnyEntry]:
-        """Expire the other assignments of a unit that are out for longer than nine of ten are."""
+        """Expire the other assignments of a unit that have been out for longer than nine of ten units take."""
         late: list[AnyEntry] = []
         for replica in self.state.units[unit].live():
             is_late = replica.fate == "out" and now - replica.given.at > self._overdue_s()
@@ -322,7 +323,7 @@ class Dispatcher:
     def _majority(
         self, assignment: str, results: list[str], distance: Callable[[str, str], float]
     ) -> list[str]:
-        """Return the most results that agree with one of those that agree with ``assignment``."""
+        """Of the results that agree with ``assignment``, take the one with which most agree, and return those."""
 
         def agreeing(name: str) -> list[str]:
             return [
@@ -332,7 +333,7 @@ class Dispatcher:
         return max(map(agreeing, agreeing(assignment)), key=len)
 
     def obsolete(self, entries: Sequence[AnyEntry]) -> set[str]:
-        """Return the blobs that are no longer needed once ``entries`` are in the log."""
+        """Return the blobs that are no longer needed after ``entries`` are in the log."""
         names = {entry.result for entry in entries if isinstance(entry, Rejected)}
         for entry in entries:
             if isinstance(entry, Accepted) and self._plan.replication > 1:
@@ -341,7 +342,7 @@ class Dispatcher:
         return names
 
     def advance(self, *, now: float) -> list[AnyEntry]:
-        """End the job, or its epoch, if it is time."""
+        """End the epoch and the job when their conditions are met."""
         if self.state.finished:
             return []
         reason = self._end_of_job()
@@ -358,7 +359,7 @@ class Dispatcher:
         return [ended]
 
     def _end_of_job(self) -> str:
-        """Return why the job ends after the epochs so far; empty if it goes on."""
+        """Return why the job ends after the epochs so far; empty if the job continues."""
         epochs = self.state.epochs
         target = self._plan.target_accuracy
         if target is not None and epochs and epochs[-1].accuracy >= target:
@@ -369,7 +370,7 @@ class Dispatcher:
 
 
 def _usual_s(times: Collection[float]) -> float:
-    """Return the time that nine of ten units of one volunteer take at most."""
+    """Return the time within which one volunteer returns nine of ten units."""
     return sorted(times)[len(times) * 9 // 10]
 
 
@@ -378,7 +379,7 @@ def _rejections(assignments: Sequence[str], reason: str, now: float) -> list[Any
 
 
 class JobLog:
-    """The log of a job in its store, from which the state follows; ``fault``: the store's error."""
+    """The log of a job in its store, from which the state is computed; ``fault`` is the store's error, if any."""
 
     def __init__(self, dispatcher: Dispatcher, store: ParameterStore) -> None:
         self.dispatcher = dispatcher
@@ -391,14 +392,14 @@ class JobLog:
         self._position = 0
 
     async def begin(self) -> None:
-        """Read the log, and take the job over from earlier coordinators."""
+        """Read the log, and take over the job from earlier coordinators."""
         await self._read()
         await self.write([Began(at=time.time(), coordinator=self._name)])
         self._begun = True
 
     @asynccontextmanager
     async def deciding(self) -> AsyncIterator[float]:
-        """Hold the log for one decision, which `write` takes; give the time. What is due is written."""
+        """Lock the log for one decision, which the block passes to `write`; yield the time. Due entries are written."""
         async with self._lock:
             await self._read()
             await self.write(self.dispatcher.expired(now=time.time()))
@@ -409,7 +410,7 @@ class JobLog:
     async def write(
         self, entries: Sequence[AnyEntry], *, put: Blobs | None = None, drop: Collection[str] = ()
     ) -> None:
-        """Append a decision, with blobs, and read it back; after a StoreError the next reading does."""
+        """Append a decision with its blobs, and read it back; after a StoreError the next call reads it."""
         if entries:
             await self._call(lambda: self.store.append(entries, put=put, drop=drop))
             await self._read()

@@ -1,8 +1,8 @@
-"""A training job: what a user writes, the plan that cuts it into units, the training of one unit.
+"""A training job: the definition that a user writes, the plan that cuts it into units, the training of one unit.
 
-A volunteer needs the model, the loss and the optimizer. Data and validation stay with the
-coordinator, which hands out the data in subsets. A job in a file of its own (`Job.load`) can be
-sent to remote volunteers, who read it first.
+A volunteer needs the model, the loss and the optimizer. Training and validation data stay with the
+coordinator, which hands out the training data in subsets. A job that is defined in a separate file (`Job.load`) can be
+sent to remote volunteers, who read the file first.
 """
 
 import hashlib
@@ -42,11 +42,11 @@ KINDS = "biuf"
 MAX_DECODED_BYTES = 1 << 30
 SMALL_BYTES = 16 << 20
 MAX_RATIO = 1000
-"""Of a subset's size to that of its file; of data that are alike, such as padding, it is 100."""
+"""Largest ratio of a subset's size to that of its compressed file. For uniform data, such as padding, it is 100."""
 MOST_NORMS = 10
-"""A unit may move the parameters so many times as far as the first ones are from 0 ..."""
+"""A unit may change the parameters by this many times the norm of the first parameters ..."""
 MOST_BATCHES = 2
-"""... or so many times as far as one batch does, for each batch."""
+"""... or, for each of its batches, by this many times the change that one batch makes."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Rows:
 
     @classmethod
     def of(cls, values: Iterable[tuple[Any, Any]], named: bool) -> "Rows":
-        """Return rows of these columns; raise ValueError if of unequal length, or no numbers."""
+        """Return rows of these columns; raise ValueError if they have unequal lengths, or are no numbers."""
         columns = {str(name): _array(column) for name, column in values}
         for name, column in columns.items():
             require(column.dtype.kind in KINDS, f"column {name} holds {column.dtype}: tokenize or drop it")
@@ -86,7 +86,7 @@ class Rows:
         return self.take(np.sort(indices))
 
     def cut(self, subsets: int, *, seed: int) -> "list[Rows]":
-        """Split all samples into ``subsets`` parts whose sizes differ by one at most."""
+        """Split all samples into ``subsets`` parts whose sizes differ by at most one."""
         order = np.random.default_rng(seed).permutation(len(self))
         return [self.take(part) for part in np.array_split(order, subsets)]
 
@@ -99,7 +99,7 @@ class Rows:
     def encode(self) -> bytes:
         """Return the samples as safetensors, compressed by zstd; raise ValueError if too large."""
         require(self.size_bytes <= MAX_DECODED_BYTES, f"{self.size_bytes:,} bytes: raise plan.subsets")
-        # under one key, because keys are unordered
+        # all names under one key, because keys have no order
         names = msgspec.json.encode((list(self.columns), self.named)).decode()
         columns = {name: np.ascontiguousarray(column) for name, column in self.columns.items()}
         data = zstandard.ZstdCompressor(level=3).compress(save(columns, metadata={"rows": names}))
@@ -111,7 +111,7 @@ class Rows:
 
     @classmethod
     def decode(cls, data: bytes) -> "Rows":
-        """Read what `encode` wrote; raise ValueError if it is something else, or too large."""
+        """Return the samples that `encode` wrote; raise ValueError if ``data`` is something else, or too large."""
         try:
             size = zstandard.frame_content_size(data)
             most = _most_decoded_bytes(data)
@@ -127,15 +127,15 @@ class Rows:
 
 
 def _most_decoded_bytes(data: bytes) -> int:
-    """Return how much the file of a subset may unpack to: a small one of a stranger must not fill the memory."""
+    """Return the most bytes to which a subset's file may unpack; a small hostile file must not fill the memory."""
     return min(MAX_DECODED_BYTES, max(SMALL_BYTES, MAX_RATIO * len(data)))
 
 
 def rows_of(data: Any) -> Rows:
     """Return a user's data, of any kind that `Job` takes, as rows.
 
-    Raises ValueError if columns are unequal, empty or hold no numbers; TypeError for data that has
-    no rows.
+    Raises ValueError if columns have unequal lengths, are empty or contain no numbers; TypeError for data without
+    rows.
     """
     if callable(data):
         data = data()
@@ -170,7 +170,7 @@ def _array(values: Any) -> Array:
     if isinstance(values, Tensor):
         values = values.detach().cpu()
     array = np.asarray(values)
-    # torch knows no other order of bytes
+    # torch supports no other byte order
     kind = array.dtype.newbyteorder("=")
     if kind == np.float64:
         kind = np.dtype(np.float32)
@@ -178,9 +178,9 @@ def _array(values: Any) -> Array:
 
 
 OPTIONAL = ("subsets", "deadline_s", "target_accuracy")
-"""Of a plan, which may be None."""
+"""Fields of a plan that may be None."""
 LIMITS = {"tolerance": math.inf, "max_change": math.inf, "deadline_s": math.inf, "target_accuracy": 1.0}
-"""Of the numbers of a plan that need not be whole."""
+"""Upper limits of those numbers of a plan that need not be integers."""
 MAX_EPOCHS_CHECKED = 1000
 MOST_SUBSET_BYTES = 64 << 20
 Alpha: TypeAlias = float | Literal["e/(e+1)"] | Callable[[int], float]
@@ -191,7 +191,8 @@ class WorkPlan:
     """How a job is cut into units, and how their results are merged.
 
     Attributes:
-        subsets: parts of the data, which are the units of an epoch; None: by the data's size and the volunteers.
+        subsets: number of parts of the data, which is the number of units in an epoch. None: chosen by the size of the
+            data and ``expected_volunteers``.
         expected_volunteers: number of volunteers, for the default of ``subsets``.
         local_epochs: passes over its subset that a volunteer makes in one unit.
         batch_size: samples of one local step.
@@ -199,14 +200,15 @@ class WorkPlan:
         target_accuracy: the job ends when the mean accuracy of an epoch reaches this; None: never.
         alpha: weight of the server's parameters in ``W_s <- alpha W_s + (1 - alpha) W_c``: a number
             in [0, 1), ``e/(e+1)``, or a function of the epoch e, from 1 (VC-ASGD, equation 1).
-        replication: volunteers that train each unit; beyond 1 a majority has to agree.
-        tolerance: distance of two replicas that agree, as a share of the change that training made.
-        deadline_s: a unit that is not back by then goes to another volunteer; None: by the times of earlier units.
-        in_flight: units that a volunteer may hold.
-        max_change: a result is refused if training moved it more than this many times as far as usual.
-        needs: what a volunteer's machine must have at least, such as ``Resources(memory_gb=8)``.
+        replication: how many volunteers train each unit; if more than 1, a majority of their results must agree.
+        tolerance: largest distance of two replicas that agree, relative to the change that training made.
+        deadline_s: a unit that does not come back within this time goes to another volunteer. None: chosen by the times
+            of earlier units.
+        in_flight: most units that a volunteer may hold.
+        max_change: a result is refused if it changes the parameters by more than this many times the usual change.
+        needs: least resources of a volunteer's machine, such as ``Resources(memory_gb=8)``.
         validation_samples: most samples used to measure the accuracy after each assimilation.
-        seed: of the subsets, of the order of samples and of the first parameters.
+        seed: seed of the subsets, of the order of samples and of the first parameters.
     """
 
     subsets: int | None = None
@@ -246,7 +248,7 @@ class WorkPlan:
             f"needs={self.needs!r}: write cs.workunits.Resources(memory_gb=8)",
             TypeError,
         )
-        # alpha may be a function that fails in some epoch
+        # alpha may be a function that fails only in some epochs
         for epoch in {*range(1, min(self.max_epochs, MAX_EPOCHS_CHECKED)), self.max_epochs}:
             self.alpha_of(epoch)
 
@@ -264,7 +266,7 @@ class WorkPlan:
         if self.subsets is not None:
             require(rows >= self.subsets, f"subsets={self.subsets}, but there are only {rows} samples")
             return self.subsets
-        # several for each volunteer, so that a slow one does not delay the epoch
+        # several subsets for each volunteer, so that a slow volunteer does not delay the epoch
         wanted = 4 * self.expected_volunteers
         most = max(1, rows // (4 * self.batch_size))
         least = math.ceil(size_bytes / MOST_SUBSET_BYTES)
@@ -277,7 +279,7 @@ def cross_entropy(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
 
 
 def share_correct(model: nn.Module, batch: tuple[Tensor, Tensor]) -> float:
-    """Return the share of samples whose highest output is their label's, for (inputs, labels)."""
+    """Return the fraction of samples whose largest output is that of their label, for batches of (inputs, labels)."""
     correct = model(batch[0]).argmax(-1) == batch[1]
     return float(correct.float().mean())
 
@@ -293,14 +295,15 @@ class Job:
 
     Attributes:
         name: shown to people.
-        model: returns a new model. Integer buffers travel as float32 and are rounded.
+        model: a function that returns a new model. Integer buffers are sent as float32 and rounded afterwards.
         data: the training data, or a function that loads it: a tuple or dictionary of arrays or tensors with one row
             per sample, a torch ``Dataset`` of finite length, or a ``datasets.Dataset``.
-        validation: the same, for the accuracy.
-        loss: mean loss of a model on a batch; a batch has the columns of the data, as a tuple or a dictionary.
-        optimizer: over the model's parameters; each unit gets a new one, so that replicas agree; the paper does
-            not say how it is.
-        accuracy: of a model on a batch, between 0 and 1.
+        validation: the validation data, in the same forms, for the accuracy.
+        loss: a function that returns the mean loss of a model on a batch. A batch has the columns of the data, as a
+            tuple or a dictionary.
+        optimizer: a function that returns an optimizer of the model's parameters. Each unit gets a new one, so that
+            replicas agree. The paper does not say whether its units do so.
+        accuracy: a function that returns the accuracy of a model on a batch, between 0 and 1.
         plan: how the job is cut into units.
         code: text of the file that the job was loaded from; volunteers run it.
     """
@@ -331,7 +334,7 @@ class Job:
         digest = hashlib.sha256(code.encode()).hexdigest()
         module = ModuleType(f"colab_swarm_job_{digest[:12]}")
         module.__file__ = origin
-        # classes in it look themselves up there
+        # classes in the code look up their module there
         sys.modules[module.__name__] = module
         linecache.cache[origin] = (len(code), None, code.splitlines(keepends=True), origin)
         exec(compile(code, origin, "exec"), module.__dict__)
@@ -341,7 +344,7 @@ class Job:
         return replace(job, code=code)
 
     def with_plan(self, **changes: Any) -> "Job":
-        """Return the job with other settings of the plan: ``job.with_plan(alpha=0.95, subsets=50)``."""
+        """Return a copy of the job with other settings of the plan: ``job.with_plan(alpha=0.95, subsets=50)``."""
         return replace(self, plan=replace(self.plan, **changes))
 
     def first_model(self) -> nn.Module:
@@ -353,8 +356,8 @@ class Job:
     def train_serially(self) -> tuple[nn.Module, list[float]]:
         """Train on all data in one place with one optimizer, without units: the baseline.
 
-        Return the trained model, and its accuracy after each epoch of ``plan.local_epochs`` passes.
-        The plan's alpha and subsets play no part.
+        Returns the trained model, and its accuracy after each epoch of ``plan.local_epochs`` passes.
+        The plan's ``alpha`` and ``subsets`` are not used.
         """
         plan = self.plan
         model = self.first_model()
@@ -379,10 +382,10 @@ class Job:
 
 
 class UnitTraining:
-    """Train ``model`` in place on one subset, a batch at a time, ``done`` of ``batches``.
+    """Trains ``model`` in place on one subset, one batch at a time; ``done`` of ``batches`` are trained.
 
-    A save resumes elsewhere. The ``seed`` orders samples and draws the model's random numbers:
-    replicas agree.
+    Another process can resume from its state. The ``seed`` determines the order of samples and the model's random
+    numbers, so replicas agree.
     """
 
     def __init__(
@@ -412,7 +415,7 @@ class UnitTraining:
         """Train on the next batch and return its loss; raise IndexError if the unit is done."""
         require(self.done < self.batches, "the unit is done", IndexError)
         rows = self._next_indices()
-        # leave the user's own random numbers alone
+        # do not change the random numbers of the user's code
         devices = [self._device] if self._device.type == "cuda" else []
         with torch.random.fork_rng(devices):
             torch.manual_seed((self._seed * 1_000_003 + self.done) % (1 << 63))
@@ -445,7 +448,7 @@ class UnitTraining:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Resume from a saved state; raise ValueError if it is of another unit."""
+        """Resume from a saved state; raise ValueError if the state belongs to another unit."""
         fits = state.get("seed") == self._seed and 0 <= state.get("done", -1) <= self.batches
         require(fits, "this was saved in another unit")
         self.model.load_state_dict(state["model"])
@@ -454,7 +457,7 @@ class UnitTraining:
 
 
 def unit_seed(seed: int, epoch: int, subset: int) -> int:
-    """Return the seed of a unit: the same for its replicas and after a restart."""
+    """Return the seed of a unit, which is the same for its replicas and after a restart."""
     sequence = np.random.SeedSequence((seed, epoch, subset))
     return int(sequence.generate_state(1, np.uint32)[0])
 
@@ -473,15 +476,15 @@ def measure(job: Job, model: nn.Module, rows: Rows, *, batch_size: int = 256) ->
 
 
 def lay_out(job: Job, folder: Path) -> tuple[tuple[Subset, ...], float]:
-    """Cut the data into files of ``folder``, the same ones for the same data; delete all others in it.
+    """Cut the data into files in ``folder``, and delete all other files there; the same data give the same files.
 
-    Return the files, and how far a unit may move the parameters (L2 norm). Raises ValueError or
-    TypeError if data cannot be cut, or the job cannot learn from them.
+    Returns the files, and the most by which a unit may change the parameters (L2 norm). Raises ValueError or
+    TypeError if the data cannot be cut, or the job cannot learn from them.
     """
     folder.mkdir(parents=True, exist_ok=True)
     rows = job.rows()
     parts = rows.cut(job.plan.subsets_of(len(rows), rows.size_bytes), seed=job.plan.seed)
-    # as volunteers get them
+    # encoded and decoded, as volunteers get the data
     first = Rows.decode(parts[0].encode())
     norm, change = _try_out(job, first)
     batches = job.plan.local_epochs * math.ceil(len(first) / job.plan.batch_size)
@@ -490,7 +493,7 @@ def lay_out(job: Job, folder: Path) -> tuple[tuple[Subset, ...], float]:
     for part in parts:
         data = part.encode()
         subset = Subset(hashlib.sha256(data).hexdigest(), len(data), len(part))
-        # also over what a crash left there
+        # also overwrite a file that a crash may have left incomplete
         (folder / subset.sha256).write_bytes(data)
         subsets.append(subset)
     names = {subset.sha256 for subset in subsets}
@@ -503,7 +506,7 @@ def lay_out(job: Job, folder: Path) -> tuple[tuple[Subset, ...], float]:
 def _try_out(job: Job, rows: Rows) -> tuple[float, float]:
     """Train one batch and measure the accuracy, to find faults before volunteers do.
 
-    Return the L2 norms of the first parameters and of the change by the batch.
+    Returns the L2 norm of the first parameters, and that of the change by the batch.
     """
     model = job.first_model()
     schema = Schema.of(model)
@@ -519,7 +522,7 @@ def _try_out(job: Job, rows: Rows) -> tuple[float, float]:
 
 @contextmanager
 def _failing(what: str) -> Iterator[None]:
-    """Turn any fault of the job's own code into a ValueError that says ``what`` failed."""
+    """Turn any error of the job's code into a ValueError that says ``what`` failed."""
     try:
         yield
     except Exception as error:

@@ -1,9 +1,8 @@
 """Messages between a volunteer and the coordinator over HTTP; README.md lists them.
 
-Each request carries ``Authorization: Swarm1 BASE64URL`` of a `SignedRequest`. 1 is the version. A link is the
-coordinator's address, and after ``#`` the content of an invitation:
-``https://example.org/#NAME.PAYLOAD``. In a browser it opens the status page; the part after ``#``
-never reaches the server.
+Each request has a header ``Authorization: Swarm1 BASE64URL`` with a `SignedRequest`; the 1 is the version. A link is
+the coordinator's address and, after ``#``, the content of an invitation: ``https://example.org/#NAME.PAYLOAD``. In a
+browser the link opens the status page. A browser never sends the part after ``#`` to the server.
 """
 
 import asyncio
@@ -37,7 +36,7 @@ from colab_swarm.project import update
 NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
 MAX_CODE_CHARACTERS = 1 << 20
 MAX_BODY_BYTES = 64 << 10
-"""Most bytes of a request other than an upload."""
+"""Most bytes of a request that is not an upload."""
 PACKED = "application/zstd"
 """Media type of compressed parameters, for a volunteer that accepts it."""
 MAX_UNITS = 64
@@ -46,7 +45,7 @@ AssignmentId: TypeAlias = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{32}\Z"
 
 
 class Subset(Message, frozen=True):
-    """A file of data: its SHA-256, size in bytes, and number of samples."""
+    """One file of the job's data: its SHA-256, size in bytes, and number of samples."""
 
     sha256: Digest
     size_bytes: Annotated[int, msgspec.Meta(ge=1, le=1 << 31)]
@@ -54,7 +53,7 @@ class Subset(Message, frozen=True):
 
 
 class JobCard(Signed, frozen=True):
-    """A job as volunteers see it, signed by its coordinator, whose key and membership it has."""
+    """A job as volunteers see it, signed by its coordinator; it contains the coordinator's key and membership."""
 
     run_id: str
     name: Annotated[str, msgspec.Meta(pattern=rf"^{NAME.pattern}\Z")]  # part of a path
@@ -68,7 +67,7 @@ class JobCard(Signed, frozen=True):
 
 
 class Resources(Message, frozen=True):
-    """What a machine has, or a job needs at least: CPU cores, gigabytes (1e9 bytes) of memory and of GPU memory."""
+    """The resources of a machine, or those that a job needs: CPU cores, memory and GPU memory in GB (1e9 bytes)."""
 
     cpu_cores: int = 0
     memory_gb: float = 0.0
@@ -81,7 +80,7 @@ class Resources(Message, frozen=True):
             require(valid, f"{name}={amount!r}: it must be a number, 0 at least")
 
     def lacks(self, needs: "Resources") -> str:
-        """Return which ``needs`` a machine with these does not fulfil, for people; empty: it fulfils all."""
+        """Return, for people, the ``needs`` that a machine with these resources does not fulfil; empty if none."""
         units = {"cpu_cores": "CPU cores", "memory_gb": "GB of memory", "gpu_memory_gb": "GB of GPU memory"}
         words = []
         for name, unit in units.items():
@@ -95,10 +94,10 @@ NOTHING = Resources()
 
 
 class AskForUnit(Message, frozen=True):
-    """Request a unit; or return all units untrained, and leave."""
+    """Request a unit, or return all units untrained and leave."""
 
     name: Annotated[str, msgspec.Meta(max_length=64)] = ""  # of the volunteer, for people
-    # assignments that it has; another one of its own is sent again, for the reply with it was lost
+    # assignments that the volunteer has; any other that it should have is sent again, because the reply was lost
     in_hand: Annotated[tuple[AssignmentId, ...], msgspec.Meta(max_length=MAX_UNITS)] = ()
     resources: Resources = NOTHING  # of its machine
     leaves: bool = False
@@ -117,10 +116,10 @@ class GivenUnit(Message, frozen=True):
 
 
 class UnitAnswer(Message, frozen=True):
-    """A unit to train. If there is none, ask again in ``wait_s``, or stop if ``finished``.
+    """A unit to train. If there is none, ask again after ``wait_s`` seconds, or stop if ``finished``.
 
-    ``epoch`` is the job's current one, ``accuracy`` that of the one before. ``unfit`` says why this
-    machine gets no units of the job, whenever it asks.
+    ``epoch`` is the current epoch of the job, ``accuracy`` the accuracy of the epoch before. ``unfit`` says why this
+    machine never gets units of this job.
     """
 
     unit: GivenUnit | None = None
@@ -141,7 +140,7 @@ class Problem(Message, frozen=True):
     """Why a request was refused: a text that says what to do, and a code.
 
     The code is ``token``, ``banned``, ``unknown``, ``stale``, ``surplus``, ``invalid``, ``size`` or ``busy``.
-    ``surplus``: a result that came after enough others of its unit, which is no fault.
+    ``surplus`` means that enough results of the unit came earlier; this is no fault of the volunteer.
     """
 
     code: str
@@ -149,26 +148,26 @@ class Problem(Message, frozen=True):
 
 
 async def waited(event: Awaitable[object], seconds: float | None) -> None:
-    """Wait for ``event``, ``seconds`` at most, which cancels it."""
+    """Wait for ``event`` at most ``seconds``, then cancel it."""
     with suppress(TimeoutError):
         async with asyncio.timeout(seconds):
             await event
 
 
 VERSION = 1
-"""Of the requests."""
+"""Version of the requests."""
 SCHEME = f"Swarm{VERSION}"
 FRESH_S = 60.0
-"""A request is valid for so long, and its nonce is remembered for twice as long."""
+"""How long a request is valid. Its nonce is remembered for twice this time."""
 MAX_NONCES = 200_000
-"""Of requests in two minutes."""
+"""Most nonces that are remembered: the most requests in two minutes."""
 
 
 class SignedRequest(Signed, frozen=True):
-    """Content of the header: the peer's key, its membership (none in an open run), the signed text.
+    """Content of the header: the peer's key, its membership (none in an open run), and the signed fields.
 
-    ``target`` is the path with its query, ``digest`` the SHA-256 of the body, ``at`` seconds since
-    the epoch.
+    ``target`` is the path with its query, ``digest`` the SHA-256 of the body, ``at`` the time in seconds since
+    the epoch (1970).
     """
 
     key: Key
@@ -181,14 +180,14 @@ class SignedRequest(Signed, frozen=True):
 
 
 class Token:
-    """Sign the requests of a peer with its key. ``membership`` returns its newest, empty in an open run."""
+    """Signs a peer's requests with its key. ``membership`` returns the newest membership, empty in an open run."""
 
     def __init__(self, identity: Identity | Node, membership: Callable[[], bytes] = bytes) -> None:
         self.identity = identity
         self.membership = membership
 
     def header(self, method: str, target: str, body: bytes = b"", *, now: float) -> str:
-        """Return the header's value; ``now``: seconds since the epoch on the coordinator's clock."""
+        """Return the header's value; ``now`` is the time of the coordinator's clock, seconds since the epoch (1970)."""
         request = SignedRequest(
             self.identity.public_key,
             self.membership(),
@@ -203,14 +202,14 @@ class Token:
 
 
 class RequestGate:
-    """Admit requests to a run by its ``admission``; None in an open run."""
+    """Admits requests by the run's ``admission``, which is None in an open run."""
 
     def __init__(self, admission: MembershipAdmission | None) -> None:
         self._admission = admission
         self._seen: dict[bytes, float] = {}  # when each nonce came, the oldest first
 
     def check(self, header: str, method: str, target: str, *, now: float) -> tuple[PeerId, bytes]:
-        """Return who signed a request, and the body's digest as signed; else raise NotAdmitted."""
+        """Return the peer that signed a request, and the signed digest of the body; raise NotAdmitted if refused."""
         request = _decoded(header)
         require(request.is_signed_by(request.key), "the request's signature is wrong", NotAdmitted)
         text = "the request was signed for another path or method"
@@ -228,7 +227,7 @@ class RequestGate:
         return id_of(request.key), request.digest
 
     def _remember(self, nonce: bytes, now: float) -> None:
-        """Note a nonce; raise NotAdmitted if it was used before, or too many are valid now."""
+        """Remember a nonce; raise NotAdmitted if it was used before, or if too many requests are valid now."""
         while self._seen and now - next(iter(self._seen.values())) > 2 * FRESH_S:
             del self._seen[next(iter(self._seen))]
         require(nonce not in self._seen, "this request was sent before", NotAdmitted)
@@ -254,7 +253,10 @@ def _decoded(header: str) -> SignedRequest:
 
 
 def parse_link(text: str) -> tuple[str, Invite]:
-    """Return a link's address and invitation; raise InviteError if it is none, mistyped, tampered with or expired."""
+    """Return the address and the invitation of a link.
+
+    Raises InviteError if the text is no link, or the link is mistyped, tampered with or expired.
+    """
     url = text.strip().strip("'\"").partition("#")[0]
     problem = "this invites to a swarm: swarm = cs.join(link), then swarm.work.volunteer()"
     require(not url.startswith("swarm://") and not url.endswith("/join"), problem, InviteError)
@@ -264,7 +266,7 @@ def parse_link(text: str) -> tuple[str, Invite]:
 
 
 def token_by(invite: Invite, identity: Identity) -> Token:
-    """Return this key's token; raise InviteError if the organizer must admit each peer."""
+    """Return the token of this key; raise InviteError if the organizer must admit each peer."""
     grant = invite.grant
     if grant is None:
         return Token(identity)

@@ -1,14 +1,17 @@
 """A job's state in a Redis server, which the paper compares with a database (section IV-D).
 
-Eventual consistency: parameter servers read, compute and write the parameters without
-waiting for one another (section III-D). Of two that overlap, one loses its change of the values,
-which training tolerates. One script changes log, queue and version together, so no entry is ever
-lost and no unit is assimilated twice. Vectors and blobs are lists of pieces of 128 KiB: both sides
-reuse memory for pieces of this size.
+Eventual consistency: parameter servers read, compute and write the parameters without waiting for one another
+(section III-D). If two updates overlap, one of the changes is lost, which training tolerates. One script changes
+log, queue and version together, so no entry is ever lost and no unit is assimilated twice. Vectors and blobs are
+lists of pieces of 128 KiB, because both sides reuse memory for pieces of this size.
 
-Under ``colab-swarm:JOB:`` are ``log``, encoded entries; ``queue``, assignments whose results wait,
-oldest first; by assignment of those, ``accepted``, encoded entries, and ``held``, ends of leases;
-``version``, ``parameters``, ``blob:NAME``; ``new:RANDOM``, parameters that are not in force yet.
+These keys are under ``colab-swarm:JOB:``:
+
+- ``log``: the encoded entries.
+- ``queue``: the assignments whose results wait to be assimilated, oldest first.
+- ``accepted`` and ``held``: for these assignments, the encoded entries and the ends of the leases.
+- ``version``, ``parameters`` and ``blob:NAME``.
+- ``new:RANDOM``: new parameters that have not yet replaced ``parameters``.
 """
 
 import logging
@@ -40,7 +43,7 @@ PIECES_PER_COMMAND = 16
 CONNECT_S = 10
 ANSWER_S = 60.0
 NEW_S = 3600
-"""Life of new parameters whose server died before they came into force."""
+"""Life of new parameters whose server died before they replaced the old ones."""
 CLAIM = """
 for _, assignment in ipairs(redis.call('LRANGE', KEYS[1], 0, -1)) do
     if tonumber(redis.call('HGET', KEYS[2], assignment) or 0) <= tonumber(ARGV[1]) then
@@ -80,7 +83,7 @@ def _explained() -> Iterator[None]:
 
 
 REDIS = _explained()
-"""A decorator: what Redis refuses is a StoreError that says what to do."""
+"""A decorator that turns an error of Redis into a StoreError that says what to do."""
 
 
 class RedisStore(ParameterStore):
@@ -91,7 +94,7 @@ class RedisStore(ParameterStore):
         super().__init__(url, job)
         self._redis = Redis.from_url(
             url,
-            # a command whose answer was lost may be in the log already
+            # no retry: a command whose answer was lost may be in the log already
             retry=Retry(NoBackoff(), 0),
             socket_connect_timeout=CONNECT_S,
             socket_timeout=ANSWER_S,
@@ -172,7 +175,7 @@ class RedisStore(ParameterStore):
         keys = [self._key(name) for name in ("queue", "held", "accepted", "log", "version", "parameters")]
         keys += [self._upload(update(old.values)), self._key("blob", accepted.result)]
         version = old.version
-        # the entry has the version that it makes, so it is encoded again where another server was faster
+        # the entry contains the new version, so it is encoded again if another server was faster
         while True:
             entry = assimilated(accepted, version + 1, server=server, now=now, began=began)
             args: list[Any] = [accepted.assignment, version, encode_entry(entry)]
@@ -190,7 +193,7 @@ class RedisStore(ParameterStore):
         return ":".join(("colab-swarm", self._job, *parts))
 
     def _upload(self, values: Floats) -> str:
-        """Write ``values`` under a new key; a script renames it to bring them into force."""
+        """Write ``values`` under a new key; a script later renames this key to ``parameters``."""
         key = self._key("new", os.urandom(8).hex())
         with self._redis.pipeline(transaction=False) as pipeline:
             _push(pipeline, key, as_bytes(values))

@@ -1,7 +1,7 @@
 """Parameter servers merge accepted results into the parameters, and measure the accuracy after each.
 
-Any number of them work on one store, each on a thread or in a process of its own. They know nothing
-of each other, and hold no state.
+Any number of servers work on one store, each on its own thread or in its own process. They know nothing of each
+other, and keep no state.
 """
 
 import logging
@@ -31,26 +31,26 @@ from colab_swarm.workunits.weights import Floats, Schema, assimilate
 logger = logging.getLogger(__name__)
 
 LEASE_S = 120.0
-"""A result whose server died goes to another server after this time."""
+"""A result whose server has died goes to another server after this time."""
 IDLE_S = 0.05
 RETRY_S = (0.1, 30.0)
-"""Waits for a store that fails: the first, and the longest."""
+"""Waits before a retry while the store fails: the first wait, and the longest."""
 FAREWELL_S = 30.0
 LONGEST_PAUSE_S = 60.0
-"""Between the death of servers and the start of others."""
+"""Longest pause between the death of servers and the start of others."""
 CROWD = 2.0
-"""More results than this wait for each server: another server is needed."""
+"""Another server is needed if more results than this wait for each server."""
 GROW_S = 2.0
 SHRINK_S = 30.0
 STORE = "COLAB_SWARM_STORE"
-"""Variable of a server process that holds the store's address."""
+"""Environment variable of a server process with the store's address."""
 
 
 class ParameterServer(threading.Thread):
-    """Assimilate results of the store until stopped; measure the accuracy after each.
+    """Assimilates results of the store until it is stopped, and measures the accuracy after each.
 
-    A thread, for stores that other processes cannot open; in a process of its own only `run` is
-    called. It loads model and validation data itself: a failure there is a server's death.
+    It is a thread, for stores that other processes cannot open. In a separate process only `run` is
+    called. The server itself loads the model and the validation data; if that fails, the server dies.
     """
 
     def __init__(self, store: ParameterStore, job: Job, name: str) -> None:
@@ -67,7 +67,7 @@ class ParameterServer(threading.Thread):
         return model, Schema.of(model), self._job.validation_rows()
 
     def stop(self) -> None:
-        """Let `run` end after the current update."""
+        """Make `run` end after the current update."""
         self._end.set()
 
     def run(self) -> None:
@@ -85,15 +85,15 @@ class ParameterServer(threading.Thread):
             wait_s = 0.0 if worked else IDLE_S
 
     def run_once(self, now: float) -> bool:
-        """Assimilate one result; return False if none waits. After a StoreError the next call continues it."""
+        """Assimilate one result; return False if none waits. After a StoreError the next call continues the work."""
         if self._measured is None:
-            # where a model or its data cannot be loaded, no result is claimed
+            # load the model and its data first, so that no result is claimed if they cannot be loaded
             model, schema, rows = self._loaded
             accepted = self._store.claim(self.name, now=now, lease_s=LEASE_S)
             if accepted is None:
                 return False
             values = self._assimilate(accepted, now)
-            # another server has assimilated it after our lease ended
+            # after this server's lease ended, another server has assimilated the result
             if values is None:
                 return True
             schema.load(model, values)
@@ -121,10 +121,11 @@ class ParameterServer(threading.Thread):
 
 
 class ServerProcess:
-    """A parameter server in a process: ``store`` is an address, ``job`` a name, ``code`` a file.
+    """A parameter server in a separate process: ``store`` is an address, ``job`` a name, ``code`` a file.
 
-    The address is in the process's environment: it may hold a password, and all users see
-    arguments. When its input closes, this process is dead, and the server exits at once.
+    The address is in the environment of the process, because it may contain a password, and all users of the machine
+    can see a process's arguments. When the standard input of the server closes, the process that started it is dead,
+    and the server exits immediately.
     """
 
     def __init__(self, store: str, job: str, code: Path, name: str) -> None:
@@ -145,7 +146,7 @@ class ServerProcess:
         self._process.terminate()
 
     def join(self, timeout_s: float) -> None:
-        # the end of the block closes its input
+        # the end of the block closes the input of the process
         with self._process:
             try:
                 self._process.wait(timeout_s)
@@ -162,7 +163,7 @@ def serve() -> None:
     torch.set_num_threads(1)
     with closing(open_store(os.environ.pop(STORE), job)) as store:
         server = ParameterServer(store, Job.load(code), name)
-        # by another thread: in this one the handler could deadlock on the event's lock
+        # on another thread, because the handler on this thread could deadlock on the event's lock
         signal.signal(signal.SIGTERM, lambda *_: threading.Thread(target=server.stop).start())
         server.run()
 
@@ -173,12 +174,12 @@ def _exit_with_parent() -> None:
 
 
 class ServerPool:
-    """Parameter servers, as many as wanted; ``deaths`` counts those that ended by themselves."""
+    """The parameter servers of a job; ``deaths`` counts the servers that ended without being stopped."""
 
     def __init__(self, start: Callable[[str], ParameterServer | ServerProcess]) -> None:
         self._start = start
         self.deaths = 0
-        # one processor is the coordinator's
+        # one processor is for the coordinator
         processors = os.cpu_count() or 1
         self._most = max(1, processors - 1)
         self._running: list[ParameterServer | ServerProcess] = []
@@ -196,8 +197,8 @@ class ServerPool:
     def wanted(self, waiting: int, *, now: float) -> int:
         """Return how many servers to run while ``waiting`` results wait.
 
-        One more if for `GROW_S` more than `CROWD` results per server wait, one less if for
-        `SHRINK_S` none does.
+        This is one more than now if more than `CROWD` results per server have waited for `GROW_S`, and one less if no
+        result has waited for `SHRINK_S`.
         """
         size = self.size
         trend = 0
@@ -216,7 +217,7 @@ class ServerPool:
         return max(1, min(self._most, size))
 
     def keep(self, wanted: int, *, now: float) -> None:
-        """Run ``wanted`` servers; dead ones are replaced after ever longer pauses."""
+        """Run ``wanted`` servers; dead servers are replaced after longer and longer pauses."""
         alive = [server for server in self._running if server.is_alive()]
         died = len(self._running) - len(alive)
         if died:

@@ -1,13 +1,13 @@
 """A job's state in an SQL database: a file of SQLite, PostgreSQL, MariaDB or MySQL.
 
-Strong consistency: an assimilation keeps others from the parameters until the new ones are written.
-No update is ever lost, and parameter servers wait for one another. Vectors and blobs are rows of
-1 MiB, below every server's limit.
+Strong consistency: during an assimilation, no other server can use the parameters until the new ones are written.
+So no update is ever lost, but parameter servers wait for one another. Vectors and blobs are stored in rows of
+1 MiB, which is below the limit of each database server.
 
-SQLite is the default: one file for several processes on one machine. Its log is written ahead
-(WAL): entries survive the death of any process; a power failure may lose the last seconds. Pages
-are 64 KiB, the most that SQLite allows: megabytes move four times as fast as with 4 KiB. A process
-has one connection to a file, for which its threads wait in turn. So a store in memory is one, too.
+SQLite is the default: one file for several processes on one machine. It uses a write-ahead log (WAL), so entries
+survive the death of any process, but a power failure may lose the last seconds. Pages have 64 KiB, the most
+that SQLite allows; then megabytes are read and written four times as fast as with 4 KiB. A process has one connection
+to a file, for which its threads wait in turn. So a store in memory works in the same way.
 """
 
 import sqlite3
@@ -40,9 +40,10 @@ PARAMETERS = "parameters"
 PIECE_BYTES = 1 << 20
 CONNECT_S = 10
 BUSY_S = 60.0
-"""Time limit of SQLite for another writer, and of a thread for the connection."""
+"""How long SQLite waits for another writer, and how long a thread waits for the connection."""
 
-# `swarm_ends` has the ends of the logs, apart from the jobs: the coordinator's entries do not wait for an assimilation
+# `swarm_ends` has the ends of the logs. It is separate from the table of jobs, so that the coordinator's entries need
+# not wait for an assimilation.
 TABLES = (
     "swarm_jobs (job VARCHAR(64) PRIMARY KEY, version BIGINT NOT NULL)",
     "swarm_ends (job VARCHAR(64) PRIMARY KEY, position BIGINT NOT NULL)",
@@ -63,7 +64,7 @@ SERVER_ADVICE = (
 
 
 class SqlStore(ParameterStore):
-    """A job's state in the database at ``url``, a file's path, or in this process, at `MEMORY`.
+    """A job's state in a database. ``url`` is an address, a file's path, or `MEMORY` for a store in this process.
 
     Missing tables are created.
     """
@@ -82,7 +83,7 @@ class SqlStore(ParameterStore):
             self._advice = FILE_ADVICE
         super().__init__(url, job)
         self._is_file = self._engine.dialect.name == "sqlite"
-        # PostgreSQL fails where another process creates the tables now: then they exist
+        # PostgreSQL fails if another process creates the tables at the same time; then they exist
         with suppress(StoreError):
             self._make_tables()
         self._make_tables()
@@ -130,7 +131,7 @@ class SqlStore(ParameterStore):
         with self._transaction() as connection:
             for row in self._run(connection, query, now=now).fetchall():
                 lease = {"now": now, "until": now + lease_s, "assignment": row.assignment}
-                # no row changes where another server took the result meanwhile
+                # if another server has taken the result in the meantime, no row changes
                 if self._run(connection, hold, **lease).rowcount:
                     return cast(Accepted, decode_entry(row.entry))
         return None
@@ -154,7 +155,7 @@ class SqlStore(ParameterStore):
         return version
 
     def close(self) -> None:
-        # an update at hand ends first, or its connection would stay open
+        # an update that runs must end first, otherwise its connection would stay open
         if self._is_file:
             with suppress(SQLAlchemyError):
                 self._engine.connect().close()
@@ -162,7 +163,7 @@ class SqlStore(ParameterStore):
 
     @contextmanager
     def _transaction(self, *, reads: bool = False) -> Iterator[sa.Connection]:
-        """Open a block with a connection, which happens as a whole or not at all."""
+        """Yield a connection for a block, whose statements all take effect or none."""
         try:
             with self._engine.begin() as connection:
                 if self._is_file:
@@ -173,7 +174,7 @@ class SqlStore(ParameterStore):
             raise StoreError(f"{self._where}: {reason}. {self._advice}") from error
 
     def _run(self, connection: sa.Connection, statement: str, **values: Any) -> sa.CursorResult[Any]:
-        """Execute a statement with named values, ``:job`` among them, and return its cursor."""
+        """Execute a statement with named values, including ``:job``, and return its cursor."""
         return connection.execute(sa.text(statement), {"job": self._job, **values})
 
     def _make_tables(self) -> None:
@@ -183,16 +184,16 @@ class SqlStore(ParameterStore):
                 self._run(connection, f"CREATE TABLE IF NOT EXISTS {table.format(blob=blob)}")
 
     def _version(self, connection: sa.Connection) -> int | None:
-        """Return the version, and keep other writers from it until the transaction ends."""
+        """Return the version, and lock its row against other writers until the transaction ends."""
         query = "SELECT version FROM swarm_jobs WHERE job = :job"
-        # SQLite has one writer at a time, and knows no such locks
+        # SQLite has only one writer at a time, and no locks of rows
         if not self._is_file:
             query += " FOR UPDATE"
         version: int | None = self._run(connection, query).scalar()
         return version
 
     def _newest(self, connection: sa.Connection) -> Parameters:
-        """Return the parameters by one statement, as others may write between two."""
+        """Return the parameters with one statement, because others may write between two statements."""
         query = (
             "SELECT version, data FROM swarm_jobs JOIN swarm_blobs ON swarm_jobs.job = swarm_blobs.job"
             " WHERE swarm_jobs.job = :job AND name = :name ORDER BY piece"
@@ -214,7 +215,7 @@ class SqlStore(ParameterStore):
             self._run(connection, "DELETE FROM swarm_blobs WHERE job = :job AND name = :name", name=name)
 
     def _log(self, connection: sa.Connection, entries: Sequence[AnyEntry]) -> None:
-        """Append at the end of a transaction: others wait from here, readers see entries in order."""
+        """Append to the log at the end of a transaction. From here on other writers wait, to keep entries in order."""
         if not entries:
             return
         move = "UPDATE swarm_ends SET position = position + :more WHERE job = :job"
@@ -237,7 +238,7 @@ class SqlStore(ParameterStore):
 def _server_engine(url: str) -> sa.Engine:
     return sa.create_engine(
         url,
-        # after a wait for a lock a statement sees the newest rows
+        # with this level, a statement sees the newest rows after a wait for a lock
         isolation_level="READ COMMITTED",
         pool_pre_ping=True,
         connect_args={"connect_timeout": CONNECT_S},
@@ -258,7 +259,7 @@ def _file_engine(path: str) -> sa.Engine:
 def _connect_to_file(path: str) -> sqlite3.Connection:
     if path == MEMORY:
         path = ":memory:"
-    # without an isolation level Python begins no transaction of its own
+    # without an isolation level, Python begins no transactions by itself
     connection = sqlite3.connect(path, timeout=BUSY_S, isolation_level=None, check_same_thread=False)
     for setting in ("page_size = 65536", "journal_mode = WAL", "synchronous = NORMAL"):
         connection.execute(f"PRAGMA {setting}")

@@ -1,18 +1,18 @@
-r"""The log of a job: its entries, and the state of units, volunteers and epochs that they add up to.
+r"""The log of a job: its entries, and the state of units, volunteers and epochs that results from them.
 
-A coordinator that was killed reads the log from the start and has its state again. It writes all
-entries but `Assimilated` and `Measured`, which the parameter servers write.
+A coordinator that was killed reads the log from the start, and so has its state again. It writes all
+entries except `Assimilated` and `Measured`, which the parameter servers write.
 
     Began, at each start of a coordinator
     Assigned -> Accepted -> Assimilated -> Measured               then EpochEnded, and at last Finished
        |  \-> Returned -> Accepted | Rejected             with replicas, until enough of them are back
        |  \-> Rejected                                    invalid result: the unit goes to another volunteer
-       |---> Expired                                      its deadline passed: likewise
-       \---> GaveBack                                     the volunteer returned it untrained: likewise
+       |---> Expired                                      its deadline passed: the same
+       \---> GaveBack                                     the volunteer returned it untrained: the same
 
-Each volunteer has an error rate, as in BOINC (its validator's ``update_error_rate``): an
-exponential average that starts at 0.1 and forgets within some ten units. A volunteer that is often
-preempted is unreliable and gets few units. Only a bad result leads to a ban.
+Each volunteer has an error rate, as in BOINC (``update_error_rate`` of its validator). It is an exponential
+average that starts at 0.1 and forgets a unit after about ten more units. A volunteer that is often preempted becomes
+unreliable and gets few units. Only a bad result leads to a ban.
 """
 
 import math
@@ -38,32 +38,32 @@ class Unit(msgspec.Struct, frozen=True, order=True, array_like=True):
 
 
 class Entry(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """Something that happened ``at`` a time, in seconds since the epoch: comparable after a restart."""
+    """Something that happened ``at`` a time, in seconds since the epoch (1970), so that times outlive a restart."""
 
     at: float
 
 
 class Began(Entry, frozen=True):
-    """A coordinator of this random name begins or resumes the job; earlier ones decide nothing more."""
+    """A coordinator with this random name begins or resumes the job; earlier coordinators make no more decisions."""
 
     coordinator: str
 
 
 class AssignmentEntry(Entry, frozen=True):
-    """Base of those about an assignment, a random name of 32 hex digits; an upload carries nothing else."""
+    """Base of the entries about an assignment, a random name of 32 hex digits. An upload names only its assignment."""
 
     assignment: str
 
     @property
     def result(self) -> str:
-        """Name of the blob that holds its result."""
+        """Name of the blob with the result of the assignment."""
         return f"result-{self.assignment}"
 
 
 class Assigned(AssignmentEntry, frozen=True):
     """A volunteer gets a unit to train, from the parameters of ``version``.
 
-    ``volunteer`` is its peer id in hex, ``name`` its own choice.
+    ``volunteer`` is the volunteer's peer id in hex, ``name`` a name that it has chosen.
     """
 
     unit: Unit
@@ -74,11 +74,14 @@ class Assigned(AssignmentEntry, frozen=True):
 
 
 class Returned(AssignmentEntry, frozen=True):
-    """The result of one replica is saved until enough of them are back."""
+    """The result of one replica has come; it is saved until enough results of the unit have come."""
 
 
 class Accepted(AssignmentEntry, frozen=True):
-    """A result waits to move parameters that ``alpha`` weighs; ``change``: L2 norm of its training."""
+    """A result is accepted and waits to be assimilated.
+
+    ``alpha`` is the weight of the server's parameters, ``change`` the L2 norm of the change by training.
+    """
 
     unit: Unit
     alpha: float
@@ -98,7 +101,7 @@ class GaveBack(AssignmentEntry, frozen=True):
 
 
 class Assimilated(AssignmentEntry, frozen=True):
-    """A result became part of the parameters, now of ``version``; ``seconds``: of the update."""
+    """A result became part of the parameters, which now have ``version``; the update took ``seconds``."""
 
     unit: Unit
     server: str
@@ -114,7 +117,7 @@ class Measured(Entry, frozen=True):
 
 
 class EpochEnded(Entry, frozen=True):
-    """All units of an epoch are assimilated; mean, lowest and highest accuracy over its units."""
+    """All units of an epoch are assimilated; has the mean, lowest and highest accuracy over these units."""
 
     epoch: int
     accuracy: float
@@ -131,30 +134,33 @@ AnyEntry: TypeAlias = Began | UnitEntry | Measured | EpochEnded | Finished
 encode_entry = msgspec.msgpack.Encoder().encode
 decode_entry = msgspec.msgpack.Decoder[AnyEntry](AnyEntry).decode
 MEMORY = 0.9
-"""How much of an error rate stays after a unit."""
+"""Part of an error rate that remains after the next unit."""
 BAN_RATE = 0.28
-"""An error rate that makes a bad result lead to a ban: three in a row, or every fourth."""
+"""With this error rate, a bad result leads to a ban. Three bad results in a row reach it, or every fourth result."""
 FIRST_BAN_S = 600.0
 LONGEST_BAN_S = 86_400.0
 FREE_RETURNS = 3
-"""Without a result in between; then a volunteer rests, as units that come back hold up an epoch and fill the log."""
+"""After more returns than this without a good result in between, a volunteer must pause.
+
+Units that come back again and again delay the epoch and fill the log.
+"""
 LONGEST_REST_S = 600.0
 
 
 @dataclass
 class VolunteerState:
-    """Record of one volunteer. Times are seconds since the epoch."""
+    """Record of one volunteer. Times are seconds since the epoch (1970)."""
 
     volunteer: str = ""  # its peer id in hex
-    name: str = ""  # its own choice
+    name: str = ""  # chosen by the volunteer
     last_seen: float = -math.inf
-    error_rate: float = 0.1  # share of latest units whose result was bad or did not come
-    # numbers of units
+    error_rate: float = 0.1  # fraction of the latest units whose result was bad or did not come
+    # the next fields are numbers of units
     in_flight: int = 0
     accepted: int = 0
     rejected: int = 0
     expired: int = 0
-    bans: int = 0  # so far, each twice as long as the one before
+    bans: int = 0  # number of bans so far; each is twice as long as the one before
     banned_until: float = -math.inf
     returns: int = 0  # times it gave units back, or was late, since its last good result
     returned_at: float = -math.inf  # the latest of these times
@@ -162,12 +168,12 @@ class VolunteerState:
 
     @property
     def idle_until(self) -> float:
-        """It gets no units before."""
+        """The time before which the volunteer gets no units."""
         return max(self.banned_until, self.rests_until)
 
     @property
     def proven(self) -> bool:
-        """True if it may hold as many units as the plan allows, and gets failed ones first."""
+        """True if the volunteer may hold as many units as the plan allows, and gets failed units first."""
         return self.accepted > 0 and self.error_rate <= 0.5
 
     def on_accepted(self) -> None:
@@ -181,7 +187,7 @@ class VolunteerState:
         self.on_gave_back(now)
 
     def on_gave_back(self, now: float) -> None:
-        """Count a return of units; several at once count as one."""
+        """Count a return of units; several units at the same time count as one return."""
         if now > self.returned_at:
             self.returned_at = now
             self.returns += 1
@@ -202,9 +208,9 @@ class VolunteerState:
 
 
 MARKS = {"expired": "late", "rejected": "rejected"}
-"""Of units that wait again, by their last fate."""
+"""Marks of units that wait again, by the fate of their last assignment."""
 MAX_MARKS = 400
-"""Units shown one by one."""
+"""Most units that are shown one by one."""
 Fate: TypeAlias = Literal["out", "returned", "accepted", "rejected", "expired", "given back", "superseded"]
 
 
@@ -212,8 +218,8 @@ Fate: TypeAlias = Literal["out", "returned", "accepted", "rejected", "expired", 
 class UnitReplica:
     """A unit ``given`` to a volunteer.
 
-    It is ``accepted`` also where it agreed with the accepted one, and ``superseded`` where others'
-    results were accepted without it.
+    Its fate is ``accepted`` also if its result agreed with the accepted result, and ``superseded`` if results of other
+    volunteers were accepted without it.
     """
 
     given: Assigned
@@ -225,12 +231,12 @@ class UnitState:
     """One unit of an epoch."""
 
     replicas: list[UnitReplica] = field(default_factory=list)  # all of them, oldest first
-    accepted: bool = False  # True once one of its results is
-    staleness: int | None = None  # results assimilated between its start and its own; None before
-    failed_by: dict[str, float] = field(default_factory=dict)  # when each volunteer last failed it
+    accepted: bool = False  # whether one of its results is accepted
+    staleness: int | None = None  # results assimilated between its start and its own result; None before
+    failed_by: dict[str, float] = field(default_factory=dict)  # when each volunteer last failed the unit
 
     def live(self) -> list[UnitReplica]:
-        """Return replicas whose results are awaited, or wait for a majority."""
+        """Return the replicas whose results may still come, or wait for a majority."""
         return [replica for replica in self.replicas if replica.fate in {"out", "returned"}]
 
     def is_with(self, volunteer: str) -> bool:
@@ -257,24 +263,26 @@ _latest: Callable[[], deque[float]] = partial(deque, maxlen=100)
 
 @dataclass
 class JobState:
-    """The state that a log adds up to, of a job with ``subsets`` units in an epoch."""
+    """The state of a job that results from its log; an epoch of the job has ``subsets`` units."""
 
     subsets: int
-    coordinator: str = ""  # name of the newest one
+    coordinator: str = ""  # name of the newest coordinator
     units: dict[Unit, UnitState] = field(default_factory=dict)  # of this epoch and all before
-    open: dict[Unit, UnitState] = field(default_factory=dict)  # those without an accepted result
+    open: dict[Unit, UnitState] = field(default_factory=dict)  # units without an accepted result
     replicas: dict[str, UnitReplica] = field(default_factory=dict)  # by assignment
-    out: dict[str, UnitReplica] = field(default_factory=dict)  # those at volunteers, by assignment
+    out: dict[str, UnitReplica] = field(default_factory=dict)  # replicas that volunteers hold, by assignment
     volunteers: dict[str, VolunteerState] = field(default_factory=dict)  # by peer id
-    known: dict[str, set[int]] = field(default_factory=lambda: defaultdict(set))  # subsets that each had
+    known: dict[str, set[int]] = field(
+        default_factory=lambda: defaultdict(set)
+    )  # subsets that each volunteer had
     version: int = 0  # of the newest parameters
     assimilated: int = 0  # units of ``epoch``
     done_at: dict[int, float] = field(default_factory=dict)  # when an epoch's last unit was assimilated
     measured: dict[int, dict[Unit, float]] = field(default_factory=dict)  # accuracies by epoch
     epochs: list[EpochEnded] = field(default_factory=list)
     finished: str | None = None  # why the job ended; None before
-    epoch: int = 0  # the first whose units are not all assimilated
-    # times of each volunteer's latest units, from assignment to result
+    epoch: int = 0  # the first epoch whose units are not all assimilated
+    # durations of each volunteer's latest units, from assignment to result
     unit_s: dict[str, deque[float]] = field(default_factory=lambda: defaultdict(_latest))
     update_s: deque[float] = field(default_factory=_latest)  # durations of the latest updates
     changes: deque[float] = field(default_factory=_latest)  # of the latest accepted results (L2 norm)
@@ -298,7 +306,7 @@ class JobState:
         return self.volunteers.get(volunteer) or VolunteerState()
 
     def apply(self, entry: AnyEntry) -> None:
-        """Apply the next entry of the log; raise ValueError if it is of a job with other subsets."""
+        """Apply the next entry of the log; raise ValueError if it belongs to a job with other subsets."""
         match entry:
             case Began():
                 self.coordinator = entry.coordinator
@@ -368,7 +376,7 @@ class JobState:
     def _failed(self, entry: Rejected | Expired | GaveBack) -> None:
         replica = self.replicas[entry.assignment]
         self.units[replica.given.unit].failed_by[replica.given.volunteer] = entry.at
-        # the volunteer was silent: it is not seen
+        # an expired unit is no sign of life of its volunteer
         if isinstance(entry, Expired):
             self._end(replica, "expired").on_expired(entry.at)
             return
@@ -394,7 +402,7 @@ class JobState:
 
 @dataclass(frozen=True)
 class JobStatus:
-    """A job and its coordinator. Times are seconds since the epoch."""
+    """A job and its coordinator. Times are seconds since the epoch (1970)."""
 
     name: str
     at: float  # time of this status
@@ -404,29 +412,29 @@ class JobStatus:
     numel: int  # values of the model
     version: int  # results assimilated so far
     servers: int  # parameter servers that run
-    server_deaths: int  # those that ended without being stopped
+    server_deaths: int  # parameter servers that ended without being stopped
     backlog: int  # accepted results that wait for a parameter server
     fault: str  # the store's current error; empty while it works
-    epoch: int  # from 1
+    epoch: int  # counts from 1
     max_epochs: int
     finished: str | None  # why the job ended; None before
-    volunteers: tuple[VolunteerState, ...]  # copies, by accepted units
-    epochs: tuple[EpochEnded, ...]  # those that ended
-    units: dict[str, int]  # of the epoch, by mark; those that failed count as waiting
+    volunteers: tuple[VolunteerState, ...]  # copies, sorted by accepted units
+    epochs: tuple[EpochEnded, ...]  # epochs that have ended
+    units: dict[str, int]  # number of units of the epoch by mark; units that failed count as waiting
     marks: tuple[str, ...]  # of the epoch's first `MAX_MARKS` units, by subset
     staleness: float | None  # mean over the epoch's units; None if unknown
     update_s: tuple[float, ...]  # durations of the latest updates, sorted
     units_per_s: float  # rate of the latest assimilations; 0 if there were none
-    samples_per_s: float  # the same, each local epoch counted
+    samples_per_s: float  # the same rate in samples; a sample counts once for each local epoch
 
     @property
     def over(self) -> bool:
-        """True once the job has ended."""
+        """True after the job has ended."""
         return self.finished is not None
 
     @property
     def accuracy(self) -> float | None:
-        """Mean accuracy of the newest epoch that has one."""
+        """Mean accuracy of the newest epoch for which one was measured."""
         for epoch in reversed(self.epochs):
             if math.isfinite(epoch.accuracy):
                 return epoch.accuracy

@@ -1,9 +1,9 @@
-"""What a store of a job's state promises: log, parameters, results that wait; and from an address to the store.
+"""The interface of a store of a job's state (log, parameters, waiting results), and how to open one by its address.
 
-It outlives the coordinator. Every method is atomic and durable where the store is. A process killed
-at any moment leaves all of a call or nothing. The coordinator and the parameter servers use a store
-at once, from several threads and processes. A call that raises `StoreError` because the connection
-broke may have taken effect or not: read the log again.
+A store outlives the coordinator. Each method is atomic: if a process is killed at any moment, a call has taken effect
+completely or not at all. It is also durable if the database is durable. The coordinator and the parameter servers
+use a store at the same time, from several threads and processes. If a call raises `StoreError` because the
+connection broke, it may have taken effect or not: read the log again.
 
 `open_store` opens the store of an address. The libraries of a store are loaded only then.
 """
@@ -23,7 +23,7 @@ from colab_swarm.workunits.weights import Floats
 
 Blobs: TypeAlias = Mapping[str, bytes]
 Update: TypeAlias = Callable[[Floats], Floats]
-"""Returns new parameters. Its argument, the current ones, is read-only and lent for the call."""
+"""Returns new parameters, given the current ones, which are read-only and valid only during the call."""
 FORMS = (
     "memory, a file such as job.db or sqlite:////absolute/path, redis://HOST:6379/0, unix:///path/of/redis.sock, "
     "postgresql+psycopg://USER:PASSWORD@HOST/DATABASE or mysql+pymysql://USER:PASSWORD@HOST/DATABASE"
@@ -31,19 +31,19 @@ FORMS = (
 REDIS = {"redis", "rediss", "unix"}
 SQL = {"postgresql+psycopg", "mysql+pymysql"}
 KEEP_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 40)}
-"""Environment of servers: glibc reuses the memory of vectors, which halves the time of an update."""
+"""Environment of server processes: it lets glibc reuse the memory of vectors, which halves the time of an update."""
 
 
 @dataclass(frozen=True)
 class Parameters:
-    """Read-only values (numel,); eventual consistency may lose some of the ``version`` updates."""
+    """Read-only values (numel,) after ``version`` updates; a store with eventual consistency may lose some updates."""
 
     version: int
     values: Floats
 
 
 class ParameterStore(ABC):
-    """State of one job. ``shared``: other processes can open it at ``url``."""
+    """The state of one job. ``shared``: other processes can open the store at ``url``."""
 
     shared = True
 
@@ -59,11 +59,11 @@ class ParameterStore(ABC):
     def append(
         self, entries: Sequence[AnyEntry], *, put: Blobs | None = None, drop: Collection[str] = ()
     ) -> None:
-        """Append to the log, queue each `Accepted`, save blobs ``put``, delete blobs ``drop``."""
+        """Append to the log, queue each `Accepted`, save the blobs ``put``, and delete the blobs ``drop``."""
 
     @abstractmethod
     def entries(self, after: int = 0) -> list[tuple[int, AnyEntry]]:
-        """Return the log beyond position ``after``. Positions start at 1 and may have gaps."""
+        """Return the entries of the log after position ``after``. Positions start at 1 and may have gaps."""
 
     @abstractmethod
     def blob(self, name: str) -> bytes:
@@ -75,18 +75,18 @@ class ParameterStore(ABC):
 
     @abstractmethod
     def claim(self, server: str, *, now: float, lease_s: float) -> Accepted | None:
-        """Lease the oldest free result to ``server`` until ``now + lease_s``; None if none waits."""
+        """Lease the oldest free result to ``server`` until ``now + lease_s``; return None if none waits."""
 
     @abstractmethod
     def assimilate(self, accepted: Accepted, update: Update, *, server: str, now: float) -> int | None:
-        """Replace the parameters by ``update(parameters)``, log `Assimilated`, delete the result.
+        """Replace the parameters by ``update(parameters)``, log `Assimilated`, and delete the result.
 
-        Return the new version, or None, with nothing changed, if this was done already.
+        Returns the new version. If the result was assimilated already, changes nothing and returns None.
         """
 
     @abstractmethod
     def close(self) -> None:
-        """Release files and connections. The state stays."""
+        """Close files and connections. The state remains in the store."""
 
     def _check_size(self, first: Floats) -> None:
         numel = len(self.parameters().values)
@@ -101,7 +101,7 @@ class ParameterStore(ABC):
 
 
 def assimilated(accepted: Accepted, version: int, *, server: str, now: float, began: float) -> Assimilated:
-    """Return the entry of an update that ``began`` then, by `time.perf_counter`."""
+    """Return the log entry of an update that began at ``began``, by `time.perf_counter`."""
     return Assimilated(
         at=now,
         unit=accepted.unit,
@@ -113,7 +113,7 @@ def assimilated(accepted: Accepted, version: int, *, server: str, now: float, be
 
 
 def pieces_of(data: bytes | memoryview, size: int) -> list[memoryview]:
-    """Cut ``data`` into pieces of ``size`` bytes, one at least, without a copy."""
+    """Cut ``data`` into pieces of ``size`` bytes, at least one piece, without a copy."""
     view = memoryview(data)
     return [view[start : start + size] for start in range(0, max(1, len(view)), size)]
 

@@ -1,8 +1,8 @@
 """`cs.workunits.volunteer`: train units of another person's job on this machine.
 
-Each slot of a volunteer requests a unit, fetches its data, trains, uploads, and starts over. Errors
-of the coordinator never end it, only its refusals do. All units of the process are trained in turns
-on one thread, because torch's random numbers belong to the process. So replicas of a unit agree.
+Each slot of a volunteer requests a unit, fetches its data, trains it, uploads the result, and starts again. Network
+errors never end a volunteer; only refusals by the coordinator do. All units of the process are trained in turns
+on one thread, because all threads share torch's random numbers. So replicas of a unit agree.
 """
 
 import asyncio
@@ -59,13 +59,13 @@ FINISH_S = 30.0
 FAREWELL_S = 5.0
 """Time limit for giving units back."""
 AFTER_REFUSAL_S = (0.5, 60.0)
-"""Waits after refused results: the first, and the longest."""
+"""Waits after refused results: the first wait, and the longest."""
 SHORTEST_WAIT_S = 0.05
 TURN_S = 0.1
-"""A unit trains for so long before it is another unit's turn."""
+"""How long a unit trains before it is the next unit's turn."""
 SAVE_S = 30.0
 MAX_FOLDERS = 64
-"""Volunteers of one name on one machine."""
+"""Most volunteers of one name on one machine."""
 BUSY_PHASES = ("training", "uploading", "downloading")
 THREAD = DeviceThread()
 _volunteers: "set[Volunteer]" = set()
@@ -76,15 +76,15 @@ class _Over(Exception):
 
 
 class _JobFinished(_Over):
-    """Nobody waits for the units in hand."""
+    """The job has finished, so the results of the remaining units are not needed."""
 
 
 class Volunteer(AbstractContextManager["Volunteer"]):
-    """A volunteer that works in the background, while ``gate`` is open. Show, `watch`, `close` it.
+    """A volunteer that works in the background while ``gate`` is open. `watch` shows its progress, `close` ends it.
 
-    On an event loop use `begin`, `wait_over` and `leave`; from other threads `wait` and `close`. It
-    trains ``units`` at a time, and keeps data and unfinished ones in ``folder``. Raises ValueError
-    if the job's model is not that of the coordinator's ``card``, or ``units`` is below 1.
+    On an event loop use `begin`, `wait_over` and `leave`; from other threads `wait` and `close`. The volunteer
+    trains ``units`` units at a time, and keeps data and unfinished units in ``folder``. Raises ValueError
+    if the job's model is not that of the coordinator's ``card``, or if ``units`` is below 1.
     """
 
     def __init__(
@@ -111,16 +111,16 @@ class Volunteer(AbstractContextManager["Volunteer"]):
         self._device = device
         self._resources = resources_of(device)
         self._gate = gate or PauseGate()
-        # client, and lock of the folder, until `close`
+        # closes the client, and releases the folder's lock, in `close`
         self._held = ExitStack()
         self._stopped = False
         self._subsets = {subset.sha256: subset for subset in card.subsets}
         self._cache = SubsetCache(folder / "data", self._subsets)
         self._saves = UnitSaves(folder / "units", _owner(client, card))
         self._slots = units
-        # by assignment
+        # units that this volunteer holds, by assignment
         self._in_hand: dict[str, UnitInHand] = {}
-        # those of a killed process that no slot has taken yet
+        # units of a killed process that no slot has taken yet
         self._left_behind: list[UnitInHand] = []
         self._leaving = asyncio.Event()
         self._finish_s = 0.0
@@ -137,18 +137,18 @@ class Volunteer(AbstractContextManager["Volunteer"]):
             await asyncio.shield(self._work)
 
     async def leave(self, *, finish_s: float = FINISH_S) -> None:
-        """Finish the units that ``finish_s`` is enough for, give the others back, and end."""
+        """Finish the units that can be finished within ``finish_s``, give the others back, and end."""
         self._finish_s = finish_s
         self._leaving.set()
         await self.wait_over()
 
     def wait(self, seconds: float | None = None) -> bool:
-        """Wait until it has ended, ``seconds`` at most; return True if it has."""
+        """Wait until the volunteer has ended, at most ``seconds``; return True if it has ended."""
         Runtime.shared().call(waited(self.wait_over(), seconds))
         return self._seen.over
 
     def close(self, *, finish_s: float = FINISH_S) -> None:
-        """Finish the units that ``finish_s`` is enough for, give the others back, and end. Idempotent."""
+        """Finish the units that can be finished within ``finish_s``, give the others back, and end. Idempotent."""
         if not self._stopped:
             self._stopped = True
             _volunteers.discard(self)
@@ -164,7 +164,7 @@ class Volunteer(AbstractContextManager["Volunteer"]):
         return Panel(self.snapshot, self.close, views=VOLUNTEER_VIEWS)
 
     def watch(self, seconds: float | None = None) -> None:
-        """Show its progress for ``seconds``, or until it ends or you interrupt. It continues."""
+        """Show the progress for ``seconds``, or until the volunteer ends or you interrupt; it continues afterwards."""
         self.panel().watch(seconds)
 
     def __repr__(self) -> str:
@@ -174,7 +174,7 @@ class Volunteer(AbstractContextManager["Volunteer"]):
         return draw_volunteer(self.snapshot()).html()
 
     def snapshot(self) -> VolunteerSnapshot:
-        """Return its progress. Thread-safe."""
+        """Return the volunteer's progress. Thread-safe."""
         now = time.monotonic()
         in_hand = list(self._in_hand.values())
         units = tuple(replace(held.progress, seconds=now - held.began) for held in in_hand)
@@ -211,7 +211,7 @@ class Volunteer(AbstractContextManager["Volunteer"]):
                 self._in_hand = {held.unit.assignment: held for held in self._left_behind}
                 tasks = [group.create_task(self._serve()) for _ in range(self._slots)]
                 await self._leaving.wait()
-                # while the coordinator is away, slots without a unit would wait for nothing
+                # while the coordinator is away, do not wait for slots that have no unit
                 if self._in_hand or not self._client.trouble:
                     await asyncio.wait(tasks, timeout=self._finish_s)
                 raise over
@@ -224,15 +224,15 @@ class Volunteer(AbstractContextManager["Volunteer"]):
         self._seen.seconds = time.monotonic() - self._began
 
     def _failed(self, what: str, error: BaseException) -> _Over:
-        """Return why the work ends, and keep the fault's traceback."""
+        """Return why the work ends, and keep the traceback of the fault."""
         self._seen.fault = "".join(traceback.format_exception(error))
         logger.error("%s failed:\n%s", what, self._seen.fault)
         reason = traceback.format_exception_only(error)[-1].strip()
         return _Over(f"{what} failed: {reason}")
 
     async def _farewell(self, finished: bool) -> None:
-        """Give back the units in hand; where that fails they stay on disk for the next session."""
-        # once the thread is idle, nothing is saved any more
+        """Give back the units that this volunteer holds; if that fails, they stay on disk for the next session."""
+        # wait until the thread is idle, because then nothing more is saved
         await waited(THREAD.run(lambda: None), FAREWELL_S)
         if self._in_hand and not finished:
             try:
@@ -244,7 +244,7 @@ class Volunteer(AbstractContextManager["Volunteer"]):
             self._seen.given_back += len(self._in_hand)
         for held in self._in_hand.values():
             self._saves.drop(held.unit)
-            # a thread that still works on it saves nothing more
+            # a thread that still trains the unit will not save it
             held.training = None
         self._in_hand.clear()
 
@@ -279,7 +279,7 @@ class Volunteer(AbstractContextManager["Volunteer"]):
         await self._gate.wait_open()
         held = None
         try:
-            # one slot at a time: else a unit on its way to another slot seems lost
+            # only one slot asks at a time; otherwise a unit on its way to another slot would seem lost
             async with self._asking:
                 names = tuple(self._in_hand)
                 answer = await self._client.ask(AskForUnit(self._name, names, self._resources))
@@ -297,11 +297,11 @@ class Volunteer(AbstractContextManager["Volunteer"]):
             raise _Over(answer.unfit)
         if held is None:
             await waited(self._leaving.wait(), max(answer.wait_s, SHORTEST_WAIT_S))
-        # one that has just come is given back
+        # if the volunteer is leaving, a unit that has just arrived is given back
         return None if self._leaving.is_set() else held
 
     async def _train(self, held: UnitInHand) -> None:
-        """Train a unit and upload its result; raise CallRefused if that is refused."""
+        """Train a unit and upload its result; raise CallRefused if the result is refused."""
         unit = held.unit
         progress = held.progress
         progress.phase = "downloading"
@@ -351,7 +351,7 @@ class Volunteer(AbstractContextManager["Volunteer"]):
             held.progress.loss = training.step()
             held.progress.done = training.done
             now = time.monotonic()
-            # a unit that was given back meanwhile is not saved again
+            # a unit that was given back in the meantime is not saved again
             if held.training is training and now - held.saved >= SAVE_S:
                 held.saved = now
                 self._saves.save(held)
@@ -359,17 +359,17 @@ class Volunteer(AbstractContextManager["Volunteer"]):
                 return
 
     async def _compute(self, work: Callable[[], T]) -> T:
-        """Run the job's own code, on the thread; raise _Over if it fails."""
+        """Run code of the job on the training thread; raise _Over if it fails."""
         await self._gate.wait_open()
         try:
             return await THREAD.run(work)
         except (Exception, SystemExit, KeyboardInterrupt) as error:
-            # a retry would raise it again
+            # no retry, because it would fail again
             raise self._failed("the job's code", error) from error
 
 
 def _owner(client: CoordinatorClient, card: JobCard) -> str:
-    """Return the name of a volunteer and a job, whoever coordinates it, for the saves of its units."""
+    """Return a name for the saved units of a volunteer in a job; it does not depend on the coordinator."""
     job = msgspec.structs.replace(card, key=b"", membership=b"", signature=b"").encode()
     return sha256(client.token.identity.id + job).hexdigest()
 
@@ -385,22 +385,22 @@ def volunteer(
     device: str | torch.device | None = None,
     accept_terms: Consent = False,
 ) -> Volunteer:
-    """Train units of a job on this machine, by outgoing HTTP(S) requests only.
+    """Train units of a job on this machine. The volunteer only makes outgoing HTTP(S) requests.
 
-    Units in hand when the kernel died are resumed if you call this with the same ``peer_name`` and
-    ``folder`` before their deadline. Calling it again while it works returns the same volunteer, so
-    you can re-run cells freely. Raises InviteError for a wrong link, JoinError if the coordinator
-    does not answer or admit, TermsError, and ValueError if the code is not trusted yet (the message
-    says where to read it) or ``job`` is another job.
+    If the kernel dies, call this again with the same ``peer_name`` and ``folder``: units whose deadline has not
+    passed are resumed. A second call while the volunteer works returns the same volunteer, so you can run a cell again.
+    Raises InviteError for a wrong link, JoinError if the coordinator does not answer or does not admit this peer,
+    and TermsError. Raises ValueError if the code is not trusted yet (the message says where to read it), or if
+    ``job`` is another job.
 
     Args:
-        link: shown by the coordinator.
-        job: your own copy of the job; its code then runs instead of the coordinator's.
+        link: the link that the coordinator shows.
+        job: your copy of the job. Then your code runs, and not the code that the coordinator sends.
         trust_code: run the code that the coordinator sends; read it first.
-        units: trained at a time.
-        peer_name: shown to others; by default this machine's name.
-        folder: for data and unfinished units; by default in your home.
-        device: to train on; by default a GPU if there is one.
+        units: how many units to train at a time.
+        peer_name: the name that others see; by default the name of this machine.
+        folder: where data and unfinished units are kept; by default in your home.
+        device: where to train; by default a GPU if there is one.
         accept_terms: True if the platform's terms allow this; needed on Colab.
     """
     url, invite = parse_link(link)
@@ -409,7 +409,7 @@ def volunteer(
         if other.url == url.rstrip("/") and other.folder.name == _plain(name):
             if not other._seen.over:
                 return other
-            # this releases its folder
+            # this releases the folder
             other.close()
     require_terms(accept_terms)
 
@@ -434,7 +434,7 @@ def open_volunteer(
     device: str | torch.device | None,
     gate: PauseGate | None = None,
 ) -> Volunteer:
-    """Work for the coordinator of the client that ``client_in`` makes in its folder."""
+    """Begin to work for a coordinator. ``client_in`` makes the client for it, given the volunteer's folder."""
     runtime = Runtime.shared()
     own, lock = take_folder(folder, name)
     with ExitStack() as held:
@@ -454,11 +454,11 @@ def open_volunteer(
 
 
 def resources_of(device: torch.device | None) -> Resources:
-    """Return what this machine has for one job; 0 where the system does not say."""
+    """Return the resources of this machine for one job; 0 for those that the system does not report."""
     memory_bytes = 0
-    # not on Windows
+    # Windows has no `sysconf`
     with suppress(AttributeError, ValueError, OSError):
-        # -1 where the system cannot tell
+        # -1 if the system does not know
         memory_bytes = os.sysconf("SC_PAGE_SIZE") * max(0, os.sysconf("SC_PHYS_PAGES"))
     gpu_bytes = 0
     if device is not None and device.type == "cuda":
@@ -504,7 +504,7 @@ def _trusted(card: JobCard, folder: Path, *, trust_code: bool) -> Job:
 
 
 def take_folder(folder: str | Path | None, name: str) -> tuple[Path, FileLock]:
-    """Lock the first free folder of ``name``, ``name-2`` …: two volunteers need two folders."""
+    """Lock the first free one of the folders ``name``, ``name-2`` …, because two volunteers need two folders."""
     if folder is None:
         folder = Path.home() / ".cache" / "colab_swarm" / "volunteers"
     base = Path(folder)

@@ -1,7 +1,7 @@
 """The coordinator over HTTP: requests of `colab_swarm.workunits.messages`, and a public status page.
 
-A request is refused as early as possible: by its token, the size it announces, the assignment it
-names. Only then is the body read. Nothing of a request becomes a path.
+The server refuses a bad request as early as possible: by its token, then by the size that it announces, then by the
+assignment that it names. Only after these checks it reads the body. No part of a request is used as a file's path.
 """
 
 import asyncio
@@ -42,42 +42,42 @@ from colab_swarm.workunits.weights import Floats, Schema, as_bytes, moved
 ASSIGNMENT = "[0-9a-f]{32}"
 INITIAL = "/api/parameters/{epoch:[1-9][0-9]{0,8}}-{subset:0|[1-9][0-9]{0,8}}"
 
-# Transfers at once; beyond these a volunteer must retry. Uploads are in memory.
+# How many transfers may run at the same time; with more, a volunteer must retry. Uploads are in memory.
 MIN_UPLOADS = 4
 MAX_UPLOADS = 32
 MAX_UPLOADS_BYTES = 1 << 30
 MAX_DOWNLOADS = 64
-# Versions of parameters that are kept, plain and compressed
+# How many versions of the parameters are kept, plain and compressed
 MAX_KEPT = 64
 MAX_KEPT_BYTES = 128 << 20
 SHARE = 4
-"""A volunteer has one in `SHARE` of the transfers at most."""
+"""A volunteer may have at most 1/`SHARE` of the transfers."""
 MAX_CHECKS = 4
 
-# A transfer may take so long, and longer if the file is large.
+# Time limit of a transfer; a large file has more time.
 READ_S = 300.0
 SEND_S = 60.0
 SLOWEST_BYTES_S = 32 << 10
 SENT_BYTES = 64 << 10
 BUSY_S = 1
-"""Seconds after which to retry, where the coordinator is busy or its store fails."""
+"""Seconds after which a volunteer retries if the coordinator is busy or its store fails."""
 FAREWELL_S = 2.0
-"""For draining a refused body, and for transfers when the server closes."""
+"""Time limit for reading a refused body to its end, and for transfers that run when the server closes."""
 STATUSES = dict(token=401, banned=403, unknown=404, stale=410, surplus=410, size=413, invalid=422, busy=503)
 VOLUNTEER: web.RequestKey[str] = web.RequestKey("volunteer", str)
-"""Its id in hex."""
+"""The volunteer's id in hex."""
 DIGEST: web.RequestKey[bytes] = web.RequestKey("digest", bytes)
 
 
 def most_uploads(size_bytes: int) -> int:
-    """Return how many results of ``size_bytes`` may arrive at once: they are in memory."""
+    """Return how many results of ``size_bytes`` may be uploaded at the same time, because uploads are in memory."""
     return max(MIN_UPLOADS, min(MAX_UPLOADS, MAX_UPLOADS_BYTES // size_bytes))
 
 
 class CoordinatorServer:
-    """Serve the volunteers of a job, by what its ``log`` says, and pages of its ``status``.
+    """The web server of a job: it serves volunteers according to the ``log``, and shows pages of the ``status``.
 
-    A result may move the parameters by ``most`` (L2 norm).
+    A result may change the parameters by at most ``most`` (L2 norm).
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class CoordinatorServer:
         status: Callable[[], JobStatus],
     ) -> None:
         self.url = ""
-        # under way by kind, `upload` or `download`, and volunteer
+        # running transfers, by kind (`upload` or `download`) and volunteer
         self.transfers: Counter[tuple[str, str]] = Counter()
         self._job = job
         self._card = card
@@ -101,7 +101,7 @@ class CoordinatorServer:
         self._dispatcher = log.dispatcher
         self._schema = Schema.of(job.first_model())
         self._judge = partial(self._schema.judge, max_change=job.plan.max_change, most=most)
-        # files of parameters by version, the latest of them, plain and compressed: many volunteers fetch them
+        # files of the latest versions of the parameters, plain and compressed; kept because many volunteers fetch them
         self._files: dict[int, memoryview] = {}
         self._loading = asyncio.Lock()
         self._packed: dict[int, memoryview] = {}
@@ -129,7 +129,7 @@ class CoordinatorServer:
             app,
             host,
             port,
-            # a small body may unpack to a large one
+            # a small compressed body may unpack to a large one
             auto_decompress=False,
             lingering_time=FAREWELL_S,
             shutdown_timeout=FAREWELL_S,
@@ -143,7 +143,7 @@ class CoordinatorServer:
 
     @web.middleware
     async def _answered(self, request: web.Request, handler: Answering) -> web.StreamResponse:
-        """Admit a request below /api, and turn every refusal there into a `Problem`."""
+        """Check the token of a request below /api, and turn each refusal there into a `Problem`."""
         try:
             if request.path not in PATHS:
                 self._admit(request)
@@ -182,7 +182,7 @@ class CoordinatorServer:
             async with asyncio.timeout(limit_s):
                 body = await request.content.read()
         except OSError as error:
-            # the client hung up, or took too long
+            # the client closed the connection, or took too long
             raise CallRefused(
                 "busy", f"the body did not arrive within {limit_s:.0f} s: send it again"
             ) from error
@@ -192,7 +192,7 @@ class CoordinatorServer:
 
     @asynccontextmanager
     async def _transfer(self, request: web.Request, kind: str, most: int) -> AsyncIterator[None]:
-        """Count a transfer of a volunteer for the length of the block, ``most`` at once."""
+        """Count a transfer of a volunteer while the block runs; at most ``most`` may run at the same time."""
         transfer = (kind, request[VOLUNTEER])
         if self.running(kind) >= most or self.transfers[transfer] >= most // SHARE:
             raise CallRefused("busy", f"too many {kind}s at once: try again in a second")
@@ -200,11 +200,11 @@ class CoordinatorServer:
         try:
             yield
         finally:
-            # drops volunteers without any, which -= 1 on the key would keep
+            # unlike -= 1 on the key, this drops volunteers that have no transfers
             self.transfers -= Counter([transfer])
 
     def running(self, kind: str) -> int:
-        """Return the number of transfers of a ``kind`` under way."""
+        """Return the number of running transfers of a ``kind``."""
         return sum(number for transfer, number in self.transfers.items() if transfer[0] == kind)
 
     # -- the job and its units
@@ -239,7 +239,7 @@ class CoordinatorServer:
             return _answer(answer)
 
     async def _assign(self, volunteer: str, ask: AskForUnit, now: float) -> Assigned | None:
-        """Assign a unit, with the initial parameters that its replicas share as a blob."""
+        """Assign a unit; save a blob with the initial parameters if replicas of the unit share them."""
         core = self._dispatcher
         assigned = core.assign(volunteer, now=now, name=ask.name, resources=ask.resources)
         if assigned is None:
@@ -272,7 +272,7 @@ class CoordinatorServer:
     # -- results
 
     async def _result(self, request: web.Request) -> web.Response:
-        """Take a result, which is in memory until it is checked. If that fails for now, it may be sent again."""
+        """Receive a result, which is in memory until it is checked. After a temporary failure it may be sent again."""
         assignment = request.match_info["assignment"]
         volunteer = request[VOLUNTEER]
         _raise(self._dispatcher.refusal(assignment, volunteer, now=time.time()))
@@ -287,9 +287,9 @@ class CoordinatorServer:
         return _answer(Taken(assignment))
 
     async def _take(self, volunteer: str, assignment: str, data: bytes) -> None:
-        """Check a result and write what follows from it; raise CallRefused if it is invalid or not wanted."""
+        """Check a result and write the decision on it; raise CallRefused if it is invalid or no longer wanted."""
         core = self._dispatcher
-        # it waited for its check, and may not be wanted any more
+        # the result has waited for this check, and may no longer be wanted
         _raise(core.refusal(assignment, volunteer, now=time.time()))
         unit = None
         if self._job.plan.replication > 1:
@@ -319,9 +319,9 @@ class CoordinatorServer:
             raise CallRefused("invalid", reasons[0])
 
     def _distance(self, results: dict[str, Floats], base: Floats, assignment: str, other: str) -> float:
-        """Return the distance of two results as a share of the change from ``base``.
+        """Return the distance of two results, relative to the change from ``base``.
 
-        Those that are not among ``results`` are read from the store.
+        Results that are not among ``results`` are read from the store.
         """
         for name in {assignment, other} - results.keys():
             results[name] = np.frombuffer(self._log.store.blob(f"result-{name}"), "<f4")
@@ -344,7 +344,7 @@ class CoordinatorServer:
     async def _parameters(self, request: web.Request) -> web.StreamResponse:
         numbers = [int(number) for number in request.match_info.values()]
         unit = Unit(*numbers) if numbers else None
-        # before anything is read: one volunteer cannot keep the store and a core busy
+        # count the transfer before the store is read, so that one volunteer cannot keep the store and a core busy
         async with self._transfer(request, "download", MAX_DOWNLOADS):
             version, data = await self._file(unit)
             if request.headers.get("Accept") != PACKED:
@@ -357,7 +357,7 @@ class CoordinatorServer:
             return await self._send(request, data, f'"{version}-packed"', PACKED)
 
     async def _file(self, unit: Unit | None) -> tuple[int, memoryview]:
-        """Return version and file of a unit's initial parameters; None: the newest ones."""
+        """Return the version and the file of a unit's initial parameters; None: of the newest parameters."""
         async with self._loading:
             if unit is None:
                 version = max({self._dispatcher.state.version, *self._files})
@@ -389,13 +389,13 @@ class CoordinatorServer:
         status = 200
         start = 0
         end = len(data)
-        # another version of the file is sent whole
+        # if the client has a part of another version of the file, the whole file is sent
         if request.headers.get("If-Range", etag) == etag and "Range" in request.headers:
             status = 206
             try:
                 start, end, _ = request.http_range.indices(len(data))
             except ValueError:
-                # garbled, or several ranges
+                # the header is garbled, or has several ranges
                 start = end
             if start >= end:
                 problem = Problem("size", f"no such range: the file has {len(data):,} bytes")
@@ -415,7 +415,7 @@ async def _stream(request: web.Request, response: web.StreamResponse, data: memo
             for place in range(0, len(data), SENT_BYTES):
                 await response.write(bytes(data[place : place + SENT_BYTES]))
     except OSError:
-        # the client hung up, or is too slow
+        # the client closed the connection, or is too slow
         if request.transport is not None:
             request.transport.abort()
 

@@ -18,11 +18,11 @@ from colab_swarm.tensors.statedict import decode_head, encode_head
 Floats: TypeAlias = npt.NDArray[np.float32]
 
 MAX_WHOLE = 1 << 24
-"""Integers up to here are exact in float32."""
+"""Integers up to this one are exact in float32."""
 KNOWN = 5
-"""After so many accepted results the usual change of the parameters is known."""
+"""After this many accepted results, the usual change of the parameters is known."""
 MOST = 1e18
-"""Of a value: no mean of such values is infinite, and no square."""
+"""Largest absolute value. Means and squares of such values are finite in float32."""
 
 
 def as_bytes(values: Floats) -> memoryview:
@@ -32,7 +32,7 @@ def as_bytes(values: Floats) -> memoryview:
 
 @dataclass(frozen=True)
 class Schema:
-    """``entries``: name and shape of each tensor of a model's state dict, in order."""
+    """The tensors of a model's state dict: ``entries`` are their names and shapes, in order."""
 
     entries: tuple[tuple[str, tuple[int, ...]], ...]
 
@@ -41,7 +41,7 @@ class Schema:
         """Return a model's schema; raise ValueError if it has values that float32 cannot represent."""
         state = model.state_dict()
         for name, values in state.items():
-            # results have these limits too
+            # results have the same limits
             most = MOST if values.is_floating_point() else MAX_WHOLE
             fits = not values.is_complex() and (values.cpu().double().abs() <= most).all()
             require(
@@ -68,10 +68,10 @@ class Schema:
         return b"".join((self.head(), as_bytes(values)))
 
     def pack(self, file: bytes | memoryview) -> bytes:
-        """Return a file of values, compressed without a loss; as it is if that makes it no smaller.
+        """Return a file of values, compressed without loss, or unchanged if compression makes it no smaller.
 
-        zstd makes trained float32 8 % smaller, and 8 to 14 % if the values' first bytes stand
-        together, then their second ones, and so on: only signs and exponents are alike.
+        zstd makes trained float32 values 8 % smaller. They become 8 to 14 % smaller if the first bytes of all values
+        are stored together, then the second bytes, and so on, because only signs and exponents resemble each other.
         """
         head_bytes = len(self.head())
         places = np.frombuffer(file, np.uint8, offset=head_bytes).reshape(-1, 4).T
@@ -79,11 +79,11 @@ class Schema:
         return min(packed, bytes(file), key=len)
 
     def unpack(self, data: bytes) -> bytes:
-        """Return the file that `pack` compressed; another file as it is. Raise ValueError if it is garbled."""
+        """Return the file that `pack` compressed, or an uncompressed file unchanged; raise ValueError if garbled."""
         if not data.startswith(zstandard.FRAME_HEADER):
             return data
         try:
-            # a frame that says more would take that memory
+            # a frame that announces a larger size would take that much memory
             size = zstandard.frame_content_size(data)
             require(size == self.size_bytes, f"a file of {size:,} bytes, {self.size_bytes:,} expected")
             plain = zstandard.ZstdDecompressor().decompress(data)
@@ -94,7 +94,7 @@ class Schema:
         return plain[:head_bytes] + values.tobytes()
 
     def decode(self, data: bytes | memoryview) -> Floats:
-        """Return a view of a file's values; raise ValueError if it has other tensors."""
+        """Return a view of a file's values; raise ValueError if the file has other tensors."""
         head = self.head()
         if bytes(data[: len(head)]) != head:
             raise ValueError(self.difference(data))
@@ -103,7 +103,10 @@ class Schema:
         return np.frombuffer(data, dtype="<f4", offset=len(head))
 
     def difference(self, data: bytes | memoryview) -> str:
-        """Return how a file's head differs from this: a stranger's words, but short and plain."""
+        """Return how the head of a file differs from this schema.
+
+        The text may quote the file of an unknown peer, so it is short and printable.
+        """
         try:
             tensors, _, _ = decode_head(data)
         except ValueError:
@@ -113,7 +116,7 @@ class Schema:
         words = [f"lacks {name} {shape}" for name, shape in sorted(expected - entries)]
         words += [f"has {name} {shape}" for name, shape in sorted(entries - expected)]
         reason = ", ".join(words) or "other types or order than the model's"
-        # it goes into the log
+        # the text is written to the log
         return reason[:300].encode("ascii", "backslashreplace")[:300].decode()
 
     def judge(
@@ -121,8 +124,8 @@ class Schema:
     ) -> tuple[Floats, float]:
         """Return a result's values (numel,) and the L2 norm of its change from ``base``.
 
-        Raises ValueError if that is over ``most``, or over ``max_change`` times the median of
-        ``changes``, or the file is unusable.
+        Raises ValueError if the norm is greater than ``most`` or greater than ``max_change`` times the median of
+        ``changes``, or if the file is unusable.
         """
         values = self.decode(data)
         bad = len(values) - int(np.count_nonzero(np.abs(values) <= MOST))
@@ -141,7 +144,7 @@ class Schema:
         return values, change
 
     def flatten(self, model: nn.Module) -> Floats:
-        """Return all values of ``model`` (numel,), copied."""
+        """Return a copy of all values of ``model`` (numel,)."""
         state = model.state_dict()
         parts = [state[name].detach().reshape(-1).to("cpu", torch.float32) for name, _ in self.entries]
         if not parts:
@@ -161,18 +164,18 @@ class Schema:
 
 
 PIECE = 1 << 16
-"""Values at a time, which stay in the processor's cache between the steps."""
+"""How many values are processed at a time, so that they stay in the processor's cache."""
 
 
 def assimilate(server: Floats, result: Floats, alpha: float) -> Floats:
     """Return the server's parameters after a result: ``W_s <- alpha W_s + (1 - alpha) W_c``.
 
-    All are (numel,) in float32. "Distributed Deep Learning Using Volunteer Computing-Like
-    Paradigm", equation 1. In any order, n results leave ``alpha^n`` of the parameters before them.
-    Equation 2 as printed, the sum after n results, lacks the powers of alpha that repeating equation
-    1 gives each earlier result: this follows equation 1. ``alpha`` is in [0, 1).
+    All are (numel,) in float32; ``alpha`` is in [0, 1). This is equation 1 of "Distributed Deep Learning Using
+    Volunteer Computing-Like Paradigm". After n results, in any order, the weight of the parameters before them is
+    ``alpha^n``. If equation 1 is repeated, each earlier result gets further powers of alpha. Equation 2 as printed,
+    the sum after n results, lacks these powers; this function follows equation 1.
     """
-    # start from the heavier one: least rounding, and none where they agree or alpha is 0
+    # start from the vector with the larger weight: rounding is least, and zero if both agree or alpha is 0
     near = server
     far = result
     weight = 1 - alpha
@@ -190,9 +193,9 @@ def assimilate(server: Floats, result: Floats, alpha: float) -> Floats:
 
 
 def moved(values: Floats, base: Floats) -> float:
-    """Return the L2 norm of ``values - base``, summed in float64; not finite if a value is not."""
+    """Return the L2 norm of ``values - base``, summed in float64; not finite if a value is not finite."""
     total = 0.0
-    # a stranger's values may overflow
+    # the values of an unknown peer may overflow
     with np.errstate(over="ignore", invalid="ignore"):
         for start in range(0, len(values), PIECE):
             piece = slice(start, start + PIECE)
