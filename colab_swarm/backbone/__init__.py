@@ -1,1 +1,1 @@
-"""The peer that stays: it saves a run's checkpoints and losses, and shows them on a web page. See README.md here."""
+"""A peer that stays online: it saves a run's checkpoints and losses, and shows them on a page. See README.md here."""

@@ -1,4 +1,4 @@
-"""A backbone of one run: assistant, keepers of checkpoints, and their web page."""
+"""A backbone of one run: an assistant, a keeper of checkpoints for each model, and a web page."""
 
 import logging
 import time
@@ -26,14 +26,14 @@ from colab_swarm.tensors.chunks import Snapshot
 from colab_swarm.training.assistant import Assistant
 
 logger = logging.getLogger(__name__)
-MAX_PEERS = 256  # in a snapshot
+MAX_PEERS = 256  # most peers in a snapshot
 
 
 class Backbone:
-    """Stays with a run from `start` to `stop`; raises ValueError without a package that it needs.
+    """Stays in a run from `start` to `stop`. Raises ValueError if a package that it needs is not installed.
 
-    ``hub_token`` is of Hugging Face; None for the login of this machine. `serve` makes the
-    ``invite``. The ``dashboard`` is the address of the web page, empty if there is none.
+    ``hub_token`` is a token of Hugging Face; None: use the login of this machine. `serve` makes the
+    ``invite``. ``dashboard`` is the address of the web page, empty if there is none.
     """
 
     invite: Invitation
@@ -58,7 +58,7 @@ class Backbone:
                 settings=collaboration,
                 folder=Path(file.folder) / collaboration.name,
                 hub=hub,
-                on_standing_in=self.assistant.leave,  # with the groups that it remembers
+                on_standing_in=self.assistant.leave,  # ends the assistant's part, with the groups that it remembers
                 forward=file.forward,
             )
 
@@ -68,7 +68,7 @@ class Backbone:
         return None
 
     async def start(self) -> None:
-        """Start all parts, or none; raises PortError if the dashboard's port is taken."""
+        """Start all parts; if one fails, none runs. Raises PortError if the dashboard's port is taken."""
         try:
             if self._file.dashboard.enabled:
                 await self.page.start(self._file.dashboard.host, self._file.dashboard.port)
@@ -77,12 +77,12 @@ class Backbone:
             await self.assistant.start()
             for keeper in self.keepers.values():
                 keeper.start()
-        except BaseException:  # an interrupt included: the page's port must not stay taken
+        except BaseException:  # also after an interrupt, the port of the page must become free
             await self.stop()
             raise
 
     def _show_how_to_join(self) -> None:
-        """Let browsers open this peer's invitations, if a proxy or tunnel gives it an https address."""
+        """Let browsers open this peer's invitations, if this peer has an https address by a proxy or tunnel."""
         secure = [a for a in self.swarm.contact.addresses if a.startswith("wss://") and relay_of(a) is None]
         if secure and self.swarm.network is not None:
             board = self._file.dashboard
@@ -94,7 +94,7 @@ class Backbone:
             self.swarm.page = secure[0].replace("wss", "https", 1)
 
     async def stop(self) -> None:
-        """Leave the run; the folder stays."""
+        """Leave the run; the folder remains."""
         await self.page.close()
         for keeper in self.keepers.values():
             await keeper.stop()
@@ -104,8 +104,8 @@ class Backbone:
             logger.info("left without notice to other peers: %s", error)
 
     def snapshots(self) -> tuple[SwarmSnapshot, ...]:
-        """Return the run as this peer knows it, once for each model, or once without any."""
-        # the page may be public, and texts of faults name files
+        """Return the run as this peer knows it: one snapshot for each model, or one if there is no model."""
+        # leave out the log, because the page may be public, and texts of faults contain names of files
         seen = replace(self.swarm.snapshot(), at=time.time(), log=(), rounds=())
         return tuple(self._snapshot(keeper, seen) for keeper in self.keepers.values()) or (seen,)
 
@@ -141,10 +141,9 @@ def serve(
 ) -> Iterator[Backbone]:
     """Start or continue a run until the block ends.
 
-    Without any model in the ``file`` the peer only organizes, reduces and relays. The network's
-    ``options`` are those of the file if None; `create` explains ``accept_terms``. Raises ValueError
-    if the folder belongs to another run or a needed package is not installed, OSError if a port is
-    taken, and SwarmError if the run cannot be started.
+    If the ``file`` has no model, the peer only organizes rounds, reduces and relays. ``options`` of the network; None:
+    those of the file. `create` explains ``accept_terms``. Raises ValueError if the folder belongs to another run or
+    a needed package is not installed, OSError if a port is taken, and SwarmError if the run cannot be started.
     """
     with create(
         file.name,

@@ -49,7 +49,7 @@ class _Table(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
 
 class Network(_Table, frozen=True):
-    """How other peers reach the backbone; with a fixed port they find it again after a restart."""
+    """How other peers reach the backbone. With a fixed port, they find the backbone again after a restart."""
 
     listen: bool = True  # accept connections
     port: Port = 4500
@@ -68,7 +68,7 @@ class RelayLimits(_Table, frozen=True):
 class Dashboard(_Table, frozen=True):
     """Address of the web page; port 0 takes a free one.
 
-    Other machines need ``host = "0.0.0.0"`` to see it. Then ``/join`` shows the run too, to everyone.
+    With ``host = "0.0.0.0"``, other machines can open the page. Then ``/join`` also shows the run to everyone.
     """
 
     enabled: bool = True
@@ -79,36 +79,37 @@ class Dashboard(_Table, frozen=True):
 class CollaborationFile(_Table, frozen=True):
     """A model of the run and its checkpoints."""
 
-    # as given to `Swarm.optimizer`
+    # the model's name, as given to `Swarm.optimizer`
     name: Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}\Z")] = "model"
-    # between two checkpoints, the first of both counts; 0 for never
+    # a checkpoint is due after this many steps or minutes, whichever comes first; 0: never by this number
     every_steps: Annotated[int, Meta(ge=0)] = 100
     every_minutes: Annotated[float, Meta(ge=0)] = 30.0
     keep: Annotated[int, Meta(ge=1)] = 3  # checkpoints on disk
-    # of the Hugging Face Hub, ``user/model``, where checkpoints are pushed; none if empty
+    # repository of the Hugging Face Hub, ``user/model``, to which checkpoints are pushed; empty: no pushes
     repo: Annotated[str, Meta(pattern=r"^\Z|^[\w.-]+/[\w.-]+\Z")] = ""
     private: bool = False  # make the repository private
     push_every_minutes: Positive = 30.0  # least time between two pushes
 
 
 class Forward(_Table, frozen=True):
-    """A tracker that also gets the curves; the package of that name must be installed."""
+    """A tracker that also gets the curves; the package with this name must be installed."""
 
     to: Literal["wandb", "trackio"]
     project: str
 
 
 class RunFile(_Table, frozen=True):
-    """All of ``run.toml``; the sections are described at their classes."""
+    """The whole ``run.toml``. The sections are described at their classes."""
 
     name: str  # of the run
-    folder: str = ""  # for all files; the run's name if empty
+    folder: str = ""  # folder of all files; if empty, the name of the run
     peer_name: str = "backbone"  # the backbone's name for other peers
     access: Literal["open", "invite"] = "invite"  # who may join
-    allow_users: tuple[str, ...] = ()  # of Hugging Face: of those invited, only these and members of these
+    # Hugging Face accounts: with an invitation, only these users may join, and members of these organisations
+    allow_users: tuple[str, ...] = ()
     allow_organisations: tuple[str, ...] = ()
     invitation_hours: Annotated[float, Meta(gt=0, le=24 * 365)] = 24.0  # life of the printed invitation
-    # For training, in the printed invitation. Once read, a text that names a file beside this one is its `Path`.
+    # Settings for training, in the printed invitation. A text that names a file beside this one is read as its `Path`.
     settings: Settings = field(default_factory=dict)
     network: Network = field(default_factory=Network)
     relay: RelayLimits = field(default_factory=RelayLimits)
@@ -133,7 +134,7 @@ class RunFile(_Table, frozen=True):
 
 
 def read_run_file(path: str | Path) -> RunFile:
-    """Read and check a ``run.toml``; raises OSError, or ValueError that names the wrong place."""
+    """Read and check a ``run.toml``. Raises OSError, or a ValueError that names the wrong place."""
     path = Path(path)
     try:
         run = msgspec.convert(tomllib.loads(path.read_text(encoding="utf-8")), RunFile)

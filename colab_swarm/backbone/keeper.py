@@ -1,12 +1,12 @@
-"""What a backbone keeps of one collaboration: its losses, and checkpoints, also when nobody trains.
+"""The losses and checkpoints that a backbone keeps for one collaboration, also while nobody trains.
 
-When no trainer is as far as the newest checkpoint, the backbone publishes a progress record of that
-step, as a peer that cannot reduce. Any trainer that is further outvotes it, and late joiners
-download the state from it. A checkpoint is made of a snapshot, without torch or a model. Its file
-equals that of `SwarmOptimizer.save`: a trainer loads it, or the folder, with ``optimizer.load``.
+When no trainer has reached the step of the newest checkpoint, the backbone stands in: it publishes a progress record
+of that step, as a peer that cannot reduce. Late joiners then download the state from the backbone. A trainer that is
+further takes precedence over the backbone. A checkpoint is made from a snapshot, without torch or a model. Its file
+equals that of `SwarmOptimizer.save`: a trainer loads the file, or the folder, with ``optimizer.load``.
 
-A trainer's record reports the mean loss of its samples since the last global step. Of each step the
-curve takes the median over the trainers, so a lying minority cannot move it.
+The record of a trainer reports the mean loss of its samples since the last global step. For each step, the
+curve has the median over the trainers, so a lying minority cannot change it.
 """
 
 import asyncio
@@ -39,12 +39,12 @@ from colab_swarm.training.view import WATCHING, Branch, SwarmView
 
 logger = logging.getLogger(__name__)
 LOOK_S = 3.0
-RETRY_S = 30.0  # After a checkpoint that failed
+RETRY_S = 30.0  # pause after a checkpoint that failed
 PUBLISH_S = 15.0
 TTL_S = 4 * PUBLISH_S
 GONE_S = 0.5
-SILENCE_S = 6.0  # trainers that are not linked here count as gone after this
-MAX_POINTS = 2000  # beyond that every other one is left out, but never of the newest quarter
+SILENCE_S = 6.0  # after this silence, trainers that are not linked to this peer are treated as gone
+MAX_POINTS = 2000  # with more points, every other one is left out, except in the newest quarter
 MAX_LOSS = 1e9
 FORWARD_S = 5.0
 RESUMED_BY = {"wandb": "id", "trackio": "name"}  # the argument of ``init`` that finds a run again
@@ -76,7 +76,7 @@ class LossPoint(msgspec.Struct, frozen=True):
 
 
 class LossCurve:
-    """The run's loss, oldest point first; bounded. A pure core."""
+    """The loss of a run, oldest point first, with a bounded number of points. Has no I/O."""
 
     def __init__(self, points: Iterable[LossPoint] = ()) -> None:
         self.points: list[LossPoint] = []
@@ -87,7 +87,7 @@ class LossCurve:
     def on_records(
         self, records: Mapping[PeerId, ProgressRecord], branch: Branch | None, *, at: float
     ) -> list[LossPoint]:
-        """Take the trainers' records at ``at`` (epoch); return the points of the steps ended since."""
+        """Add the trainers' records, read at ``at`` (seconds since 1970); return the points of the ended steps."""
         if branch is None:
             return []
         if self.points and branch.step < self.points[-1].step:  # the run went back to a checkpoint
@@ -103,21 +103,21 @@ class LossCurve:
         return points
 
     def _report(self, peer: PeerId, record: ProgressRecord, now: int) -> None:
-        """Take the loss of a record of the swarm's step ``now`` or the one before."""
+        """Add the loss of a record, if it is of the swarm's step ``now`` or the step before."""
         if record.loss is None or record.syncing:
             return
         step = record.step
         if not record.samples:
-            step -= 1  # of the batch that has just ended
+            step -= 1  # the loss belongs to the batch that has just ended
         first = max(0, now - 1)
         if self.points:
             first = max(first, self.points[-1].step + 1)
-        # a loss that is not a number is not below any bound
+        # this is False for NaN, too
         if first <= step <= now and abs(record.loss) < MAX_LOSS:
             self._reported.setdefault(step, {})[peer] = record.loss
 
     def loss_at(self, step: int) -> float | None:
-        """Return the loss at a step, or the last one before it."""
+        """Return the loss at a step, or the last loss before it; None if there is none."""
         return next((point.loss for point in reversed(self.points) if point.step <= step), None)
 
     def _add(self, point: LossPoint) -> None:
@@ -130,9 +130,9 @@ class LossCurve:
 
 
 class Forwarder:
-    """Logs points to a tracker, whose package must be installed; loses those that it cannot reach.
+    """Logs points to a tracker, whose package must be installed. Points are lost while the tracker cannot be reached.
 
-    The tracker's first connection may take long, so it has a thread of its own.
+    The first connection to the tracker may take long, so the forwarder has its own thread.
     """
 
     def __init__(self, settings: Forward, prefix: str) -> None:
@@ -148,7 +148,7 @@ class Forwarder:
             self._waiting.put(point)
 
     def close(self) -> None:
-        """Log the waiting points and finish, in `FORWARD_S` at most."""
+        """Log the waiting points and finish, within `FORWARD_S`."""
         self._waiting.put(None)
         self._thread.join(FORWARD_S)
 
@@ -162,7 +162,7 @@ class Forwarder:
                     module.init(project=self._settings.project, resume="allow", **run)
                     tracker = module
                 tracker.log({"loss": point.loss, "trainers": float(point.peers)}, step=point.step)
-            except Exception as error:  # a tracker's errors are its own
+            except Exception as error:  # a tracker may raise errors of any class
                 logger.warning("step %d not forwarded to %s: %s", point.step, self._settings.to, error)
         if tracker is not None:
             tracker.finish()
@@ -177,11 +177,11 @@ def read_losses(path: Path) -> Iterator[LossPoint]:
             try:
                 yield msgspec.json.decode(line, type=LossPoint)
             except (msgspec.MsgspecError, UnicodeDecodeError):
-                continue  # empty, or cut off
+                continue  # the line is empty or cut off
 
 
 class Vault(StepFiles):
-    """The last ``keep`` checkpoints in a folder, which the first save makes; the last saved one last."""
+    """The last ``keep`` checkpoints in a folder; the first save makes the folder."""
 
     def __init__(self, path: str | Path, *, keep: int = 3) -> None:
         super().__init__(path, keep=keep)
@@ -190,14 +190,14 @@ class Vault(StepFiles):
     def _on_disk(self) -> tuple[Checkpoint, ...]:
         checkpoints: list[Checkpoint] = []
         for path in self.paths():
-            with contextlib.suppress(OSError):  # deleted meanwhile
+            with contextlib.suppress(OSError):  # the file was deleted in the meantime
                 file = path.stat()
                 step = int(path.stem.partition("-")[2])
                 checkpoints.append(Checkpoint(step, file.st_mtime, file.st_size))
         return tuple(sorted(checkpoints, key=lambda checkpoint: (checkpoint.at, checkpoint.step)))
 
     def save(self, snapshot: Snapshot) -> Path:
-        """Write a snapshot, or nothing; raises StateError if it is unsound, or the disk is full."""
+        """Write a whole snapshot, or nothing. Raises StateError if it is damaged, or the disk is full."""
         check_snapshot(snapshot)
         path = self.file_of(snapshot.manifest.step)
         write_state(path, [snapshot.blob.data])
@@ -206,16 +206,16 @@ class Vault(StepFiles):
         return path
 
     def latest(self) -> Snapshot | None:
-        """Return the newest readable checkpoint, or None; warns of the others."""
+        """Return the newest readable checkpoint, or None; log a warning for each unreadable one."""
         return self.newest(read_snapshot)
 
 
 class HubPush:
-    """Pushes a collaboration's newest checkpoint, in a thread; the run survives all its errors.
+    """Pushes the newest checkpoint of a collaboration to the Hub, on a thread. Its errors never end the run.
 
-    It pushes `newest`, path and title, when it changes, at most once in ``push_every_minutes``, also
-    after a failure. ``token`` may write; None for the login of this machine. ``endpoint`` None is the
-    usual Hub. ``state`` tells the last push in words. Raises ValueError without huggingface_hub.
+    It pushes `newest`, a path and a title, when this changes, but at most once in ``push_every_minutes``, also
+    after a failure. ``token`` must allow writing; None: use the login of this machine. ``endpoint`` None is the
+    usual Hub. ``state`` describes the last push in words. Raises ValueError if huggingface_hub is not installed.
     """
 
     def __init__(
@@ -236,7 +236,7 @@ class HubPush:
         threading.Thread(target=self._run, name="colab-swarm-hub", daemon=True).start()
 
     def close(self) -> None:
-        """Stop pushing; a push under way is not finished."""
+        """Stop pushing; a running push is not finished."""
         self._closed.set()
 
     def _run(self) -> None:
@@ -251,7 +251,7 @@ class HubPush:
                 self._push(path, title)
                 pushed = newest
                 self.state = f"{self._settings.repo}: {title} pushed"
-            except Exception as error:  # the Hub's and the network's errors are many: all are retried
+            except Exception as error:  # the Hub and the network raise many kinds of errors; all are retried
                 self.failures += 1
                 again = f"again in {self._settings.push_every_minutes:g} min"
                 self.state = f"{self._settings.repo}: {title} not pushed ({type(error).__name__}), {again}"
@@ -261,7 +261,7 @@ class HubPush:
     def _push(self, path: Path, title: str) -> None:
         from huggingface_hub import CommitOperationAdd
 
-        # the checkpoint may be deleted meanwhile
+        # a hard link, because the checkpoint may be deleted during the push
         repo = self._settings.repo
         link = path.with_name("pushing")
         link.unlink(missing_ok=True)
@@ -269,7 +269,7 @@ class HubPush:
             link.hardlink_to(path)
         self._api.create_repo(repo, private=self._settings.private, exist_ok=True)
         card = CARD.format(repo=repo, file=HUB_FILE, title=title).encode()
-        # not an open file, which Xet does not upload
+        # not an open file, because Xet uploads only paths
         if link.exists():
             state = link
         else:
@@ -280,9 +280,10 @@ class HubPush:
 
 
 class Keeper:
-    """Keeps the checkpoints of one collaboration until it is stopped, and all files in ``folder``.
+    """Keeps the checkpoints of one collaboration until it is stopped; all files are in ``folder``.
 
-    ``on_standing_in`` is called before peers get a checkpoint: the steps after it will be repeated.
+    ``on_standing_in`` is called before this peer offers a checkpoint to late joiners, because the steps after that
+    checkpoint will be repeated.
     """
 
     def __init__(
@@ -309,13 +310,13 @@ class Keeper:
         self._losses = folder / "losses.jsonl"
         self.curve = LossCurve(read_losses(self._losses))  # continues after a restart
         self.view = SwarmView(services.peers.id, WATCHING, prefix)
-        self.branch: Branch | None = None  # that the swarm is on; None while nobody trains
+        self.branch: Branch | None = None  # the branch that the swarm trains; None while nobody trains
         self._heard_at = float("-inf")
         self._stop_listening = services.peers.on_lost(self._on_lost)
         self.vault = Vault(folder, keep=settings.keep)
         self._saved_step = self.vault.newest_step
         self._saved_at = time.time()
-        self.stored: Snapshot | None = None  # for late joiners, while there are no trainers
+        self.stored: Snapshot | None = None  # the checkpoint for late joiners, while there are no trainers
         self._published_at = float("-inf")
         self._failed_at = float("-inf")
         self._tasks = BackgroundTasks(f"keeping {prefix}", services.events, services.rng)
@@ -346,7 +347,7 @@ class Keeper:
                 await self._publish(self.stored, GONE_S)
 
     async def look(self) -> None:
-        """Read the peers' records; collect losses, stand in or save a checkpoint if due."""
+        """Read the peers' records and collect losses; if due, stand in for absent trainers, or save a checkpoint."""
         services = self._services
         await self.view.refresh(services.dht, services.peers)
         branch = self.view.branch()
@@ -364,7 +365,7 @@ class Keeper:
             self._saving = self._tasks.spawn(self._save(self.branch))
 
     def _append(self, points: Sequence[LossPoint]) -> None:
-        """Append to the file; a newline goes first, because the last record may be cut off."""
+        """Append to the file, beginning with a newline, because the last record may be cut off."""
         if self._forwarder is not None:
             self._forwarder.forward(points)
         try:
@@ -396,7 +397,7 @@ class Keeper:
         try:
             try:
                 snapshot = await download_state(peers, self._prefix, donors)
-            except StateError:  # assistants may reach trainers that this peer cannot
+            except StateError:  # assistants may reach trainers that this peer cannot reach
                 snapshot = await download_state(peers, self._prefix, others or donors)
             path = await asyncio.to_thread(self.vault.save, snapshot)
         except (StateError, PeerError) as error:
@@ -416,7 +417,7 @@ class Keeper:
             self._hub.newest = path, title
 
     async def _stand_in(self) -> None:
-        # records outlive peers
+        # records exist for some time after their peers have left
         silent = loop_now() - self._heard_at >= SILENCE_S
         newest = self._saved_step
         is_ahead = silent or self.branch is None or self.branch.step < newest
@@ -424,7 +425,7 @@ class Keeper:
             if self.stored is None:
                 self._on_standing_in(self._prefix)
                 self.stored = await asyncio.to_thread(self.vault.latest)
-                # None where all files are damaged
+                # None if all files are damaged
                 self._saved_step = self.standing_in or 0
                 self._published_at = float("-inf")
             if self.stored is not None and loop_now() - self._published_at >= PUBLISH_S:

@@ -44,7 +44,7 @@ from colab_swarm.trust.authority import Allowlist
 STATUS_EVERY_S = 5.0
 WATCH_EVERY_S = 2.0
 LOOK_S = 0.2
-READ_S = 10.0  # in which a visitor finds the trainers' records
+READ_S = 10.0  # time limit for a visitor to find the trainers' records
 LAST_UNITS_S = 35.0  # volunteers that wait for units ask again within this time
 ALBERT_ONLY = (
     "This command trains the recipe's ALBERT only. Where the run trains another model, use cs.join(…) in Python, "
@@ -53,7 +53,7 @@ ALBERT_ONLY = (
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run a command. Errors of the swarm end with one sentence and status 1, an interrupt with 130."""
+    """Run a command. An error of the swarm ends it with one sentence and status 1, an interrupt with status 130."""
     try:
         app(arguments, prog_name="colab-swarm")
     except SystemExit as ended:
@@ -225,7 +225,7 @@ def _report_status(output: Output, name: str, peers: PeerTable) -> None:
 
 @contextmanager
 def _looking_at(run: str, mailbox: str, output: Output) -> Iterator[tuple[str, Callable[[], PeerTable]]]:
-    """Yield a run's name, and what looks at its peers."""
+    """Yield the name of a run, and a function that returns its peers."""
     if not run.strip("'\" ").startswith("swarm://"):
         folder, last = _newest(run)
         yield last.run, lambda: _peers_in(folder)
@@ -276,7 +276,7 @@ def logs(
     printed = ""
     while True:
         text = logbook.log_of(folder)
-        # a log that was cut begins anew
+        # a log that was cut begins again
         print(text.removeprefix(printed), end="", flush=True)
         printed = text
         if not follow:
@@ -376,7 +376,7 @@ def train_albert(
     until = time.monotonic() + 3600 * (hours or MAX_HOURS)
     with _joined(invite, peer_name, network, output, send_hf_token, mailbox) as swarm:
         swarm.events.listen(partial(report_event, output, swarm))
-        # what all trainers need alike: the invitation's settings go before the options
+        # values that must be the same for all trainers; the invitation's settings take precedence over the options
         alike: dict[str, Any] = {
             "size": size,
             "tokenizer": "",
@@ -410,7 +410,7 @@ def train_albert(
             loss.backward()
             optimizer.step(samples=len(batch["input_ids"]), loss=loss.item())
         if hours is not None:
-            optimizer.wait_step(60.0)  # for a round that uses its accumulated gradients
+            optimizer.wait_step(60.0)  # wait for a round that uses the accumulated gradients of this peer
         snapshot = swarm.snapshot()
         report(
             output,

@@ -1,4 +1,4 @@
-"""What the commands of ``colab-swarm`` have in common: options, the form of their output, and what ends them."""
+"""The common parts of the commands of ``colab-swarm``: shared options, the form of output, and how commands end."""
 
 import inspect
 import logging
@@ -47,7 +47,7 @@ app = typer.Typer(
 
 
 class Output(NamedTuple):
-    """How a command prints, and what its user agreed to."""
+    """How a command prints, and the consents that its user has given."""
 
     json_lines: bool
     consent: Consent
@@ -96,12 +96,12 @@ def _network_options(
 
 
 SHARED: dict[Any, Callable[..., Any]] = {Output: _output, NetworkOptions: _network_options}
-"""By the type of a command's parameter: the function whose options make it."""
+"""For the type of a command's parameter, the function that makes its value; the function's options are added."""
 Command: TypeAlias = Callable[..., None]
 
 
 def command(help: str, *examples: str) -> Callable[[Command], Command]:
-    """Add a function to the command line; a parameter of a type in `SHARED` stands for several options."""
+    """Add a function to the command line. A parameter whose type is in `SHARED` becomes several options."""
 
     def decorate(run: Command) -> Command:
         own = inspect.signature(run).parameters.values()
@@ -134,7 +134,7 @@ def command(help: str, *examples: str) -> Callable[[Command], Command]:
 
 @contextmanager
 def _in_one_sentence(*, quiet: bool) -> Iterator[None]:
-    """End by status 1 and one sentence for an error of the swarm, by 130 for an interrupt."""
+    """End with status 1 and one sentence after an error of the swarm, with 130 after an interrupt."""
     try:
         yield
     except ModuleNotFoundError as error:

@@ -1,4 +1,4 @@
-"""``colab-swarm demo``: a backbone and trainers as processes here, of which one is killed."""
+"""``colab-swarm demo``: a backbone and trainers as processes on this machine. One of the trainers is killed."""
 
 import json
 import os
@@ -27,7 +27,7 @@ Next: colab-swarm create my-run               start your own run and send its in
 
 
 class Crew:
-    """The processes of the demo by name, and what they print. They are killed at the end of the ``with`` block."""
+    """The processes of the demo by name, and their output. They are killed at the end of the ``with`` block."""
 
     def __init__(self) -> None:
         self.by_name: dict[str, subprocess.Popen[str]] = {}
@@ -45,16 +45,16 @@ class Crew:
 
     def _read(self, name: str, process: subprocess.Popen[str]) -> None:
         assert process.stdout is not None
-        # a kill may cut the last line
+        # the last line of a killed process may be incomplete
         with suppress(ValueError):
             for line in process.stdout:
-                # libraries print other lines
+                # lines that are not JSON are from libraries
                 if line.startswith("{"):
                     self._events.put((name, json.loads(line)))
         self._events.put((name, {"event": "ended"}))
 
     def next_event(self) -> tuple[str, dict[str, Any]]:
-        """Return the next event and its peer; only carol may end before she has finished."""
+        """Return the next event and its peer. Only the process of carol may end early."""
         try:
             name, event = self._events.get(timeout=max(0.1, self._deadline - time.monotonic()))
         except queue.Empty:
@@ -92,7 +92,7 @@ def demo(steps: Annotated[int, Option(min=2, help="number of global steps")] = 6
             if event["event"] == "finished":
                 digests[name] = event["parameters"]
             elif event["event"] == "step":
-                if event["step"] <= last:  # another peer was first to report it
+                if event["step"] <= last:  # another peer has reported this step
                     continue
                 last = event["step"]
             line = _line(name, event, steps)
@@ -109,7 +109,7 @@ def demo(steps: Annotated[int, Option(min=2, help="number of global steps")] = 6
 
 
 def _line(name: str, event: dict[str, Any], steps: int) -> str:
-    """Return the line of an event of a trainer; empty for one that the demo does not show."""
+    """Return the line for an event of a trainer; empty if the demo does not show the event."""
     match event:
         case {"event": "step"}:
             return step_line(event, steps)

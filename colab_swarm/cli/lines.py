@@ -1,4 +1,4 @@
-"""What the commands print: lines for people, or JSON."""
+"""The output of the commands: lines for people, or JSON."""
 
 import json
 import sys
@@ -57,11 +57,11 @@ def report_event(output: Output, swarm: Swarm, event: Event) -> None:
 
 
 def step_line(step: dict[str, Any], last: int = 0) -> str:
-    """Return a step's line; ``last`` is the step that the training ends at, 0 if none is set."""
+    """Return the line of a step; ``last`` is the step at which the training ends, 0 if none is set."""
     loss = "" if step["loss"] is None else f"loss {step['loss']:.3f}   "
     goal = f"/{last}" if last else ""
     speed = ""
-    # It takes two rounds to know it.
+    # The speed is known after two rounds.
     if step["swarm_samples_per_s"]:
         speed = f"   {step['swarm_samples_per_s']:.1f} samples/s"
     return f"step {step['step']:>4}{goal}   {loss}{count(step['peers'], 'peer')}{speed}"

@@ -1,4 +1,4 @@
-"""Elastic consistency: peers continue before all gradients have arrived, by a bound. See README.md here."""
+"""Elastic consistency: peers continue before all gradients have arrived, within a bound. See README.md here."""
 
 from colab_swarm.elastic.schedulers import (
     AdaptiveBeta,

@@ -1,7 +1,8 @@
 """Form an elastic group, and exchange buckets over peer links.
 
-Waiting peers meet (`colab_swarm.averaging.assembly`); the first member sends its state to the
-others. Any two share one stream; if it breaks, each counts the other as lost and continues.
+Peers that wait for a group find each other by `colab_swarm.averaging.assembly`. The first member sends its state to the
+others. Each pair of members has one stream. If the stream breaks, each of the two treats the other as lost and
+continues.
 """
 
 import asyncio
@@ -62,7 +63,7 @@ class PeerExchange:
     async def begin(self) -> None:
         """Report buckets and losses to ``steps`` from now on; return when all members are ready to receive.
 
-        Raises `StateError` if a member was lost meanwhile.
+        Raises `StateError` if a member was lost before.
         """
         self._begun.set()
         for index in filter(self._opens, self._queues):
@@ -79,7 +80,7 @@ class PeerExchange:
             raise StateError(f"a member was lost before the first step ({reasons}): restart all peers")
 
     def _opens(self, index: int) -> bool:
-        """Of two members the first dials, unless only the first can be dialled."""
+        """Whether this peer dials. Of two members the first one dials, unless only the first one can be dialled."""
         return (self.me < index) == self._dialled[max(index, self.me)]
 
     async def _dial(self, index: int) -> None:
@@ -143,7 +144,7 @@ class PeerExchange:
                 queue.put_nowait((piece, payload))
 
     def lose(self, index: int, reason: str) -> None:
-        """Exchange nothing more with a member that left, was lost or was not honest."""
+        """Stop the exchange with a member that left, was lost or was not honest."""
         if index not in self.lost:
             self.lost[index] = reason
             self._events.emit(PeerLeft(loop_now(), self.opening.members[index].hex(), reason))
@@ -158,7 +159,7 @@ class PeerExchange:
             self._all_ready.set()
 
     async def close(self) -> None:
-        """Send what is queued, and leave. Idempotent."""
+        """Send the queued buckets, and leave. Idempotent."""
         for queue in self._queues.values():
             queue.put_nowait(None)
         if self._tasks:
@@ -175,10 +176,10 @@ class PeerExchange:
 async def enter_group(
     services: PeerServices, settings: ElasticSettings, terms: str, replica: Replica
 ) -> AsyncIterator[PeerExchange]:
-    """Find the other members, load the first one's state into the replica, and give an exchange.
+    """Find the other members, load the first member's state into the replica, and yield an exchange.
 
-    Its services run until the end of the block, when all members are ready. Raises `StateError` if the group is not
-    formed, `ValueError` if another peer has other ``terms``.
+    The services for finding members run until the end of the block, when all members are ready. Raises `StateError` if
+    the group is not formed, `ValueError` if another peer has other ``terms``.
     """
     router = services.router
     prefix = settings.prefix

@@ -1,22 +1,23 @@
-"""One member's account of its group's gradients, and how far its parameters are off. Free of I/O.
+"""One member's account of its group's gradients, and of the distance of its parameters. Free of I/O.
 
-A step applies equation 11 of "Elastic Consistency", or 10, as in `ElasticOptimizer`. A stand-in is zero,
-or the peer's own values of the same bucket. A correction is the difference between a late bucket
-and its stand-in. So, whatever its delays, a peer ends with the parameters of synchronous training.
+A step applies equation 11 or 10 of "Elastic Consistency", as in `ElasticOptimizer`. A stand-in takes the place of
+a bucket that has not arrived. It is zero, or the peer's own values of the same bucket. A correction is the difference
+between a late bucket and its stand-in. So a peer ends with the parameters of synchronous training, whatever the
+delays are.
 
-Invariants: a bucket is applied once; nothing older than the scheduler's ``max_delay`` is missing
-from a live peer; gradients are summed in peer order, so equal ones give equal bits at all peers.
+Invariants: a bucket is applied once; no bucket of a live peer that is older than the scheduler's ``max_delay`` is
+missing; gradients are summed in peer order, so equal gradients give equal bits at all peers.
 
-The global parameter x_t has applied every gradient of the steps before t. The view v_t^i of peer i
-lacks the gradients under way, and the residuals eps_j that compression sends later. With plain SGD
-at a learning rate alpha::
+The global parameter x_t has applied each gradient of the steps before t. The view v_t^i of peer i is its own
+parameter. It lacks the gradients that have not arrived, and the residuals eps_j that compression sends later.
+With plain SGD at a learning rate alpha::
 
     (x_t - v_t^i) / alpha  =  1/p  sum (missing values - their stand-ins)  +  1/p  sum_j eps_j
 
-With single steps (equation 10) t counts gradients, by step and peer, and nothing is divided by p.
-All figures are in the unit of gradients, so alpha need not be known. They are averages over recent
-steps with equal weights, the same steps for the distance and for M: two peers that never wait reach
-their bound exactly. M is that of the peer with the largest second moment.
+With single steps (equation 10), t counts gradients, ordered by step and peer, and nothing is divided by p.
+All figures are in the unit of gradients, so alpha need not be known. They are averages over recent steps. The distance
+and M are averaged over the same steps with the same weights, so two peers that never wait reach their bound exactly.
+M is the M of the peer with the largest second moment.
 """
 
 import math
@@ -30,7 +31,7 @@ import numpy as np
 from colab_swarm.elastic.schedulers import Scheduler, StepFacts, StepStatus
 from colab_swarm.tensors.codecs import Floats
 
-DECAY = 0.95  # weight of the past in an average: about 20 steps count
+DECAY = 0.95  # weight of the past in an average, so it covers about 20 steps
 
 Missing = tuple[int, int, int]  # (peer, step, bucket)
 
@@ -43,46 +44,51 @@ class Late:
     step: int
     bucket: int
     values: Floats  # the received values
-    change: Floats  # correction of the sum over peers: the values less their stand-in
+    change: Floats  # correction of the sum over peers: the values minus their stand-in
 
 
 @dataclass(frozen=True)
 class Closed:
     step: int
-    # What the optimizer applies, one after another, per bucket: the mean over peers, with stand-ins
-    # and corrections. With single steps: each gradient, or a part of it that arrived.
+    # The updates that the optimizer applies one after another, each as a list of buckets: the mean over peers, with
+    # stand-ins and corrections. With single steps, each gradient is one update, or each part of it that arrived.
     updates: list[list[Floats]]
     arrived: dict[int, dict[int, Floats]]  # buckets of this step by peer, including the peer's own
     late: tuple[Late, ...]  # buckets of earlier steps that arrived during this one, corrected here
-    missing: frozenset[Missing]  # (peer, step, bucket) still owed by peers that are not lost
+    missing: frozenset[
+        Missing
+    ]  # (peer, step, bucket) that peers have not sent yet, without those of lost peers
 
 
 class GradientLedger:
-    """One peer's account of its group's gradients. It takes no copies: do not change arrays later.
+    """One peer's account of its group's gradients. It does not copy arrays, so do not change them afterwards.
 
-    ``sizes`` are the values of each bucket, ``peers`` is p at the start, and ``me`` is 0 to p - 1.
+    ``sizes`` are the numbers of values of the buckets, ``peers`` is p at the start, and ``me`` is this peer's number,
+    0 to p - 1.
     """
 
     def __init__(self, sizes: Sequence[int], peers: int, me: int, scheduler: Scheduler) -> None:
         self.step = 0  # t, the open step
         self.lost: set[int] = set()
-        self.late: list[Late] = []  # corrected when the open step is closed
-        self.ready = False  # the own gradient is complete, so the step may end
+        self.late: list[Late] = []  # late buckets, applied as corrections when the open step is closed
+        self.ready = False  # whether this peer's gradient is complete, so that the step may end
         self._sizes = tuple(sizes)
         self._peers = peers
         self._me = me
         self._scheduler = scheduler
-        # By (peer, step) of open steps: buckets, and the squared norm of all of them.
+        # By (peer, step) of open steps: the buckets, and the squared norm of all of these buckets.
         self._gradients: dict[tuple[int, int], dict[int, Floats]] = defaultdict(dict)
         self._squares: dict[tuple[int, int], float] = defaultdict(float)
         self._owed: dict[tuple[int, int], set[int]] = {}  # (peer, step): missing buckets
-        self._stood_in: dict[int, dict[int, Floats]] = {}  # own buckets of closed steps with debts
+        self._stood_in: dict[
+            int, dict[int, Floats]
+        ] = {}  # this peer's buckets of closed steps that lack others'
         self._ready_since = 0.0
 
     def on_own(self, step: int, bucket: int, values: Floats, *, now: float) -> None:
-        """Add a bucket of this peer's gradient, as the others decode it: all apply the same.
+        """Add a bucket of this peer's gradient, as the others decode it, so that all apply the same values.
 
-        Raises `ValueError` if the step is not open, or the bucket unknown or a duplicate.
+        Raises `ValueError` if the step is not open, or if the bucket is unknown or a duplicate.
         """
         own = self._gradients[self._me, self.step]
         if step != self.step or bucket in own or not self._fits(bucket, values):
@@ -95,8 +101,8 @@ class GradientLedger:
     def on_received(self, peer: int, step: int, bucket: int, values: Floats) -> bool:
         """Add a bucket of another peer; return False if it is refused.
 
-        Refused are duplicates, buckets that do not exist or belong to a lost peer, and those further ahead than an
-        honest peer can be: a peer that ended step s has all of our step s - max_delay.
+        These are refused: duplicates, buckets that do not exist, buckets of a lost peer, and buckets of a step that an
+        honest peer cannot have reached. A peer that has ended step s has this peer's whole step s - max_delay.
         """
         stranger = peer == self._me or not 0 <= peer < self._peers or peer in self.lost
         if stranger or not self._fits(bucket, values):
@@ -122,7 +128,7 @@ class GradientLedger:
         return True
 
     def on_lost(self, peer: int) -> None:
-        self.lost.add(peer)  # its earlier messages still count
+        self.lost.add(peer)  # buckets that it sent earlier are still applied
         self._owed = {key: buckets for key, buckets in self._owed.items() if key[0] != peer}
         self._forget_settled()
 
@@ -264,17 +270,18 @@ class _Sum:
 
 @dataclass
 class _View:
-    missing: frozenset[Missing]  # what the view lacks still
-    arrived: _Sum  # since
+    missing: frozenset[Missing]  # the buckets that the view still lacks
+    arrived: _Sum  # the buckets that have arrived since
     residual: float
 
 
 class Meter:
-    """A peer's own distance, exact but for residuals once everything has arrived, and M and sigma.
+    """Measures a peer's distance from the global parameter, and M and sigma.
 
-    Residuals, of which only norms are known, count as parallel; what a lost peer owed, not at all.
-    With single steps ``single`` is this peer's number: its gradient of a step comes after those of
-    peers with lower numbers, so its view lacks theirs too.
+    The distance of a step is exact, except for residuals, when all gradients of the step have arrived. Of residuals
+    only the norms are known, and they are added as if all were parallel. Buckets that a lost peer did not send are not
+    counted. With single steps, ``single`` is this peer's number: its gradient of a step is applied after those of peers
+    with lower numbers, so its view also lacks their gradients.
     """
 
     def __init__(self, buckets: int, peers: int, single: int | None = None) -> None:
@@ -294,7 +301,7 @@ class Meter:
         self._sums: dict[int, _Sum] = defaultdict(_Sum)
 
     def on_norms(self, peer: int, step: int, squares: float, residual_squares: float) -> None:
-        """Add a bucket's part of ``||g||^2`` and ``||eps||^2``; own buckets count too."""
+        """Add a bucket's part of ``||g||^2`` and ``||eps||^2``; call this for this peer's buckets, too."""
         norms = self._parts[peer, step]
         norms.append((squares, residual_squares))
         if len(norms) == self._buckets:
@@ -311,7 +318,7 @@ class Meter:
             if (late.peer, late.step, late.bucket) in view.missing:
                 view.arrived.add(late.bucket, late.change)
         for view in self._views:
-            # only with single steps a view lacks gradients of the step that it began
+            # only with single steps, a view lacks gradients of the step that it begins
             for peer, bucket in product(self._before, range(self._buckets)):
                 if (peer, closed.step, bucket) in view.missing and bucket in closed.arrived[peer]:
                     view.arrived.add(bucket, closed.arrived[peer][bucket])
@@ -325,7 +332,7 @@ class Meter:
             distance = math.sqrt(view.arrived.squared_norm()) / self._divisor + view.residual
             distances.append(distance)
             self._measured.add(distance**2)
-        # M is of the same steps as the distances
+        # M is averaged over the same steps as the distances
         last = closed.step - len(self._views)
         for step in sorted(step for step in self._totals if step <= last):
             for peer, total in self._totals.pop(step).items():
@@ -341,7 +348,7 @@ class Meter:
         for step in self._sums.keys() - {step for _, step, _ in closed.missing}:
             total = self._sums.pop(step)
             whole, rest = divmod(total.count, self._buckets)
-            if whole > 1 and not rest:  # else a peer was lost in the middle of its gradient
+            if whole > 1 and not rest:  # otherwise a peer was lost in the middle of its gradient
                 self._variance.add(max(0.0, total.squares - total.squared_norm() / whole) / (whole - 1))
 
     def facts(self, *, gamma: float | None = 0.0, crashed: int = 0) -> StepFacts:

@@ -37,16 +37,16 @@ FEWEST = 4  # fewest buckets of a model that is not tiny, so that most are sent 
 class Buckets:
     """A model's gradients: one flat vector, cut into equal buckets that fill up during backward.
 
-    The vector starts with the last of the ``parameters``, whose gradients come first. A bucket has
-    ``most`` values, a multiple of `BLOCK_VALUES`, or fewer. Once full, backward's thread calls
-    ``on_full(bucket, values)``, with a view of `vector` that changes no more.
+    The vector begins with the last of the ``parameters``, because their gradients are computed first. A bucket has at
+    most ``most`` values, a multiple of `BLOCK_VALUES`. When a bucket is full, the thread of the backward pass calls
+    ``on_full(bucket, values)`` with a view of `vector` that does not change any more.
     """
 
     def __init__(
         self, parameters: Sequence[torch.Tensor], *, most: int, on_full: Callable[[int, Floats], None]
     ) -> None:
         self._on_full = on_full
-        self._lock = threading.Lock()  # gradients of several devices come on several threads
+        self._lock = threading.Lock()  # needed because gradients of several devices come on several threads
         ends = list(accumulate(reals(parameter).numel() for parameter in reversed(parameters)))
         numel = ends.pop()
         self._starts = dict(zip(reversed(parameters), [0, *ends], strict=True))
@@ -63,12 +63,12 @@ class Buckets:
         self._tensor = torch.from_numpy(self.vector)
         self._sent: dict[
             torch.Tensor, tuple[torch.Tensor, int]
-        ] = {}  # gradients, and how often they were changed
-        self._absent = dict.fromkeys(self._starts)  # in order
+        ] = {}  # gradients, and how often each was changed
+        self._absent = dict.fromkeys(self._starts)  # parameters without a gradient so far, in order
         self._open_parts = Counter(chain.from_iterable(map(self._overlapping, self._starts)))
 
     def check(self) -> None:
-        """Raise `StepError` if parameters got no gradient: an optimizer would still decay and move them."""
+        """Raise `StepError` if parameters got no gradient, because an optimizer would still decay and move them."""
         shapes = [tuple(parameter.shape) for parameter in self._absent]
         require(
             not shapes,
@@ -79,7 +79,7 @@ class Buckets:
         )
 
     def check_unchanged(self) -> None:
-        """Raise `RuntimeError` if gradients were changed after they were sent: the step would not see it."""
+        """Raise `RuntimeError` if gradients were changed after they were sent, because the step would ignore that."""
         for parameter, (gradient, version) in self._sent.items():
             require(
                 parameter.grad is gradient and gradient._version == version,
@@ -111,7 +111,8 @@ class Buckets:
     def _on_gradient(self, parameter: torch.Tensor) -> None:
         with self._lock:
             if parameter not in self._absent:
-                # The step goes on with what was sent, as after an interrupt, whatever this backward() left.
+                # As after an interrupt, the step continues with the gradients that were sent, and ignores those of
+                # this backward().
                 self._sent = {}
                 raise RuntimeError(
                     "the gradients of this step are already being sent: call optimizer.step() after each backward()"
@@ -142,16 +143,16 @@ class ElasticOptimizer(WrappedOptimizer):
     Each member sends its gradient to all others in buckets, last layer first, during
     ``backward()``. `step` waits until the scheduler has enough, and applies, by equation 11::
 
-        g_i + the others' gradients that arrived + stand-ins for the rest + corrections of earlier steps,   all / p
+        (g_i + the others' gradients that arrived + stand-ins for the rest + corrections of earlier steps) / p
 
-    So p members with batches of n train like one process with p n, except for what is late. With
-    `BoundedStaleness(single_steps=True)` it steps once for each gradient (equation 10). Call
-    `step` once after each ``backward()``. Parameters must stay the same tensors; buffers are local. Gradients cannot
-    be changed before `step`, as they are sent by then: neither clipped nor divided by a GradScaler.
+    So p members with batches of n samples train like one process with batches of p n samples, except for gradients
+    that are late. With `BoundedStaleness(single_steps=True)`, a member steps once for each gradient (equation 10).
+    Call `step` once after each ``backward()``. Parameters must stay the same tensors; buffers are local. You cannot
+    clip gradients or use a GradScaler, because gradients are sent before `step` and must not change afterwards.
     """
 
     made_by = "swarm.elastic.optimizer(…)"
-    # So that a GradScaler calls `step`, which refuses it, also where a gradient overflows.
+    # With this, a GradScaler calls `step` even if a gradient overflows, and `step` can refuse it.
     _step_supports_amp_scaling = True
 
     def __init__(
@@ -161,7 +162,7 @@ class ElasticOptimizer(WrappedOptimizer):
         settings: ElasticSettings,
         services: PeerServices,
     ) -> None:
-        """Use `Swarm.elastic`."""
+        """Do not call this; use `Swarm.elastic`."""
         self._runtime = runtime
         self._settings = settings
         self._services = services
@@ -179,7 +180,7 @@ class ElasticOptimizer(WrappedOptimizer):
         self._history = deque[ElasticStep](maxlen=500)
         try:
             runtime.call(self._enter())
-        except BaseException:  # an interrupt included: the hooks must not stay
+        except BaseException:  # also after an interrupt, the hooks must be removed
             self._buckets.close()
             raise
 
@@ -187,7 +188,7 @@ class ElasticOptimizer(WrappedOptimizer):
         self._loop = asyncio.get_running_loop()
         sizes = self._buckets.sizes
         settings = self._settings
-        terms = (  # that all members must agree on
+        terms = (  # the terms on which all members must agree
             f"{settings.peers} peers, {settings.scheduler!r}, {settings.compression}, "
             f"error_feedback={settings.error_feedback}, {sum(sizes)} values in {len(sizes)} buckets, "
             f"model {self._replica.schema.hex()[:8]}, {self._optimizer_terms()}"
@@ -197,12 +198,12 @@ class ElasticOptimizer(WrappedOptimizer):
             self._steps = ElasticSteps(exchange, settings, sizes)
             try:
                 await exchange.begin()
-            except BaseException:  # a cancel included: the others must not wait for this member
+            except BaseException:  # also after a cancellation: the others must not wait for this member
                 exchange.kill()
                 raise
 
     def _optimizer_terms(self) -> str:
-        """Return class, options and learning rates of the optimizer, as a collaboration's peers compare them."""
+        """Return the optimizer's class, options and learning rates, in the form in which peers compare them."""
         rates = [group.get("lr", 0.0) for group in self._wrapped.param_groups]
         text = "the optimizer has lr=None, which members cannot compare: Adafactor(…, lr=1e-3, relative_step=False)"
         require(None not in rates, text)
@@ -223,10 +224,10 @@ class ElasticOptimizer(WrappedOptimizer):
     def step(  # type: ignore[override]
         self, closure: Callable[[], float] | None = None, *, samples: float = 0.0
     ) -> ElasticStep:
-        """Wait until the scheduler lets this member continue, apply the arrived gradients, zero its own.
+        """Wait until the scheduler lets this member continue, apply the arrived gradients, and zero the gradients here.
 
-        An interrupt leaves the step open: call `step` again, without another ``backward()``. Only a
-        simulation uses ``samples``, for the time of the next batch. No ``closure`` is supported.
+        After an interrupt the step is still open: call `step` again, without another ``backward()``. Only a
+        simulation uses ``samples``, for the time of the next batch. A ``closure`` is not supported.
         """
         require(closure is None, "a closure cannot be re-run by all peers: call loss.backward(), then step()")
         require(
@@ -254,7 +255,7 @@ class ElasticOptimizer(WrappedOptimizer):
             while closed.updates:
                 self._buckets.to_gradients(closed.updates[0])
                 self._wrapped.step()
-                # if the next one raises, another call of `step` goes on with it
+                # if the next update raises, another call of `step` continues with it
                 del closed.updates[0]
             self._wrapped.zero_grad(set_to_none=True)
         if self._feedback is not None:
@@ -301,7 +302,7 @@ class ElasticOptimizer(WrappedOptimizer):
         self._steps.hand_over(Piece(self._step, bucket, squares, residual_squares, rates), arrived, payload)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the wrapped optimizer's state, and this member's debts: residuals, corrections."""
+        """Return the wrapped optimizer's state, and what this member must still apply: residuals and corrections."""
         corrections = torch.from_numpy(self._runtime.call(self._corrections()))
         if self._feedback is None:
             residual = {}
@@ -323,9 +324,9 @@ class ElasticOptimizer(WrappedOptimizer):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load the residuals and corrections of a state; call it before the first ``backward()``.
 
-        Load parameters and the wrapped optimizer before the group is formed: all copy the first
-        member's. Only its corrections count. Raises `StateError` if the state belongs to another
-        model.
+        Load the parameters and the wrapped optimizer before the group is formed, because then all members copy those
+        of the first member. Only the first member's corrections are used. Raises `StateError` if the state belongs to
+        another model.
         """
         self._load(state_dict, self._load_debts)
 

@@ -1,12 +1,12 @@
 """When a peer may start its next forward pass: schedulers of "Elastic Consistency", sections 4.1, 5.
 
-At step t a peer has its own complete gradient, and the parts of the others' that have arrived. A
-scheduler decides whether that is enough. All of step t - ``max_delay`` must have arrived before
-step t ends. No scheduler waits for lost peers. README.md has a table of all.
+At step t a peer has its own complete gradient, and those parts of the other peers' gradients that have arrived. A
+scheduler decides whether that is enough. All gradients of step t - ``max_delay`` must have arrived before
+step t ends. No scheduler waits for lost peers. README.md has a table of all schedulers.
 
 B (Table 1) bounds the distance of a peer's view from the global parameter: ``E ||x_t - v_t^i||^2
-<= alpha^2 B^2`` (Definition 1). x_t has every gradient generated before step t, v_t^i those that
-peer i has applied, and alpha is the learning rate. The constants of two relaxations add up.
+<= alpha^2 B^2`` (Definition 1). x_t has all gradients of the steps before t, v_t^i those that peer i has applied, and
+alpha is the learning rate. If two relaxations are combined, their constants are added.
 """
 
 import math
@@ -16,7 +16,7 @@ from typing import Literal
 
 from colab_swarm.errors import require
 
-RESOLUTION_S = 1e-3  # least waiting time: clocks round, a shorter one could end too early
+RESOLUTION_S = 1e-3  # least waiting time: because clocks round, a shorter wait could end too early
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class StepFacts:
     sigma: float  # the root of their variance, ``E ||g - E g||^2 <= sigma^2``
     gamma: float | None = 0.0  # of the codec, ``||Q(w) - w||^2 <= gamma ||w||^2``; None: unknown
     crashed: int = 0  # number of lost peers
-    largest: float = 0.0  # norm of a gradient so far, which bounds what crashes lose
+    largest: float = 0.0  # largest norm of a gradient so far, which bounds the gradients that crashes lose
 
 
 def bounded_staleness(peers: int, tau: int, m: float) -> float:
@@ -35,12 +35,12 @@ def bounded_staleness(peers: int, tau: int, m: float) -> float:
 
 
 def substitution(peers: int, count: int, sigma: float) -> float:
-    """``c count sigma / p``: the own gradient replaces ``count`` others until they arrive (sections B.3, B.4).
+    """``c count sigma / p``: a peer's own gradient replaces ``count`` others until they arrive (sections B.3, B.4).
 
     The paper names no constant here; c = 3 is that of Lemmas 12 and 16. It holds for a loss with
-    L-Lipschitz gradients if alpha <= 1 / (4 L d), d the delay in steps, and every gradient has
-    variance sigma^2. `Meter` averages sigma over peers, and two may differ by more than the
-    rest: by ``sqrt(2 (p - 1)) sigma`` at most. So with 6 peers or more, that is c.
+    L-Lipschitz gradients if alpha <= 1 / (4 L d), where d is the delay in steps, and if each gradient has
+    variance sigma^2. `Meter` averages sigma over peers, but two peers may differ by more than the average, at
+    most by ``sqrt(2 (p - 1)) sigma``. So with 6 peers or more, c is this factor.
     """
     return max(3.0, math.sqrt(2 * (peers - 1))) * count * sigma / peers
 
@@ -54,18 +54,20 @@ def compression(gamma: float, m: float) -> float:
 class StepStatus:
     """The open step t at one peer."""
 
-    own_norm: float  # of its own gradient
+    own_norm: float  # of this peer's gradient
     own_numel: int
-    norms: tuple[float, ...]  # of the arrived part of step t's gradient, by other peer that is not lost
-    numels: tuple[int, ...]  # the number of these values
-    overdue: int  # peers, not lost, that still owe something of step t - max_delay or earlier
-    owed: int  # incomplete gradients (of one peer and step, up to t) of peers that are not lost
+    norms: tuple[float, ...]  # of the arrived part of step t's gradient, for each other peer that is not lost
+    numels: tuple[int, ...]  # the numbers of values in these parts
+    overdue: (
+        int  # number of peers, without lost ones, whose step t - max_delay or an earlier one is incomplete
+    )
+    owed: int  # number of incomplete gradients (of one peer and step, up to t) of peers that are not lost
     lost: int  # number of lost peers
-    waited_s: float  # since its own backward pass ended
+    waited_s: float  # since this peer's backward pass ended
 
     @property
     def missing(self) -> float:
-        """Share of the others' values of step t that has not arrived."""
+        """Fraction of the other peers' values of step t that has not arrived."""
         expected = len(self.numels) * self.own_numel
         return 1 - sum(self.numels) / expected if expected else 0.0
 
@@ -73,13 +75,13 @@ class StepStatus:
 class Scheduler(ABC):
     """Decides when a peer continues with its next step. Has no I/O."""
 
-    stand_in = False  # whether the own gradient replaces missing values until they arrive
-    single_steps = False  # whether each gradient is an update of its own, not divided by p (equation 10)
+    stand_in = False  # whether this peer's gradient replaces missing values until they arrive
+    single_steps = False  # whether each gradient is a separate update, not divided by p (equation 10)
 
     @property
     @abstractmethod
     def max_delay(self) -> int:
-        """A step ends only after all gradients of this age, in steps, have arrived."""
+        """A step ends only after all gradients that are this many steps old have arrived."""
 
     def may_go_on(self, status: StepStatus) -> bool:
         """True if the next forward pass may begin."""
@@ -89,7 +91,10 @@ class Scheduler(ABC):
         return True
 
     def ask_again_s(self, status: StepStatus) -> float | None:
-        """Seconds until `may_go_on` is true without another event; None: only an arrival or a loss changes it."""
+        """Seconds until `may_go_on` becomes true without another event.
+
+        None: only the arrival of a gradient, or the loss of a peer, can change it.
+        """
         timeout_s: float = getattr(self, "timeout_s", 0.0)
         waits = status.waited_s < timeout_s and not self.may_go_on(status)
         if waits and self.may_go_on(replace(status, waited_s=timeout_s)):
@@ -97,19 +102,19 @@ class Scheduler(ABC):
         return None
 
     def bound(self, facts: StepFacts) -> float | None:
-        """Return B, codec and crashes included; None: unknown for this codec."""
+        """Return B, including the effects of codec and crashes; None: unknown for this codec."""
         if facts.gamma is None or facts.gamma >= 1:
             return None
         faults = self._faults(facts) * max(facts.m, facts.largest) / facts.peers  # Lemmas 13 and 14
         total = self._relaxed(facts) + faults + compression(facts.gamma, facts.m)
         if self.single_steps:
-            # nothing is divided by p, and the last peer's view lacks its step's p - 1 gradients of the others
+            # nothing is divided by p, and the last peer's view lacks the p - 1 gradients of the others in its step
             total = facts.peers * total + (facts.peers - 1) * facts.m
         return total
 
     def _faults(self, facts: StepFacts) -> int:
         if self.stand_in:
-            # a stand-in stays, and no peer knows whether the lost one computed that gradient, or for whom
+            # a stand-in is not corrected, and no peer knows whether the lost peer had computed that gradient
             return facts.crashed * (self.max_delay + 1)
         return facts.crashed
 
@@ -126,12 +131,12 @@ class Synchronous(Scheduler):
 
 @dataclass(frozen=True)
 class NormBounded(Scheduler):
-    """Continues when the received norm of every other peer is at least ``beta`` times the own norm (section 5).
+    """Continues when the norm received from each other peer is at least ``beta`` times this peer's norm (section 5).
 
-    This is stricter than the paper, which compares the norm of all that was received with the own.
-    With ``beta=0`` it never waits for this step's gradients, with 1 for everything. The bound has
-    one step of delay for every beta below 1: a small part of a gradient may have a large norm. The
-    measure ``l0`` is the count of values, the paper's relaxed variant.
+    This is stricter than the paper, which compares the norm of all received gradients with this peer's norm.
+    With ``beta=0`` it never waits for gradients of this step; with ``beta=1`` it waits for all. For each beta below 1
+    the bound is that of one step of delay, because a small part of a gradient may have a large norm. The
+    measure ``l0`` is the number of values, the paper's relaxed variant.
     """
 
     beta: float
@@ -167,9 +172,9 @@ class NormBounded(Scheduler):
 
 @dataclass(frozen=True)
 class VarianceBounded(Scheduler):
-    """The own gradient replaces what is late, and is corrected in the next step (section 5)."""
+    """This peer's gradient replaces late gradients; the next step corrects the difference (section 5)."""
 
-    timeout_s: float  # how long to wait for missing gradients after the own backward pass
+    timeout_s: float  # how long to wait for missing gradients after this peer's backward pass
 
     max_delay = 1
     stand_in = True
@@ -186,13 +191,13 @@ class VarianceBounded(Scheduler):
 
 @dataclass(frozen=True)
 class BoundedStaleness(Scheduler):
-    """Waits only for gradients that are ``tau`` steps old, at least 1 (section 4.1 c).
+    """Waits only for gradients that are ``tau`` steps old; ``tau`` is at least 1 (section 4.1 c).
 
-    With ``stand_in`` the own gradient replaces what is late, and is corrected when that arrives: then
-    B is in sigma, which is less where all gradients are alike (section B.4, `substitution`). With
-    ``single_steps`` each gradient is an update of its own, in full, in the order of steps and
-    peers (equation 10); one that arrives in two parts is two. So p peers need a p times lower
-    learning rate. B is then ``(p - 1) (tau + 1) M``: Lemma 15, and the others' gradients of the step.
+    With ``stand_in``, this peer's gradient replaces a late gradient, and is corrected when that arrives. B is then a
+    multiple of sigma instead of M, which is less if the gradients of all peers are similar (section B.4,
+    `substitution`). With ``single_steps``, each gradient is a separate update, not divided by p, in the order of steps
+    and peers (equation 10). A gradient that arrives in two parts makes two updates. So p peers need a p times lower
+    learning rate. B is then ``(p - 1) (tau + 1) M``: that of Lemma 15, plus the other peers' gradients of the step.
     """
 
     tau: int
@@ -218,15 +223,16 @@ class BoundedStaleness(Scheduler):
 
 @dataclass(frozen=True)
 class CrashTolerant(Scheduler):
-    """Synchronous, but ``f`` gradients may be missing: of lost peers at once, of slow ones after a timeout.
+    """Synchronous, except that ``f`` gradients may be missing: of lost peers immediately, of slow ones after a timeout.
 
-    Late gradients are applied when they arrive: Lemma 14 bounds what is missing at any one time. Lost peers use up the
-    allowance. If more than f are lost, the others continue with a larger bound, and wait for slow peers.
+    Late gradients are applied when they arrive, because Lemma 14 bounds the gradients that are missing at any one time.
+    Each lost peer reduces the number of slow peers that may be missing. If more than f peers are lost, the others
+    continue with a larger bound, and wait for slow peers.
 
-    With ``stand_in`` the own gradient replaces what is missing, and is corrected when that arrives
-    (Algorithm 1, section B.3): B is ``3 f sigma / p`` (`substitution`). It holds for delays, and for a
-    peer that crashes while it sends a gradient. Other crashes leave a stand-in for a gradient
-    that was never computed. Once a peer is lost, B allows for that: ``(f + 1) M / p`` more.
+    With ``stand_in``, this peer's gradient replaces a missing one, and is corrected when that arrives
+    (Algorithm 1, section B.3): B is ``3 f sigma / p`` (`substitution`). This holds for delays, and for a
+    peer that crashes while it sends a gradient. After other crashes, the stand-in replaces a gradient
+    that was never computed. Therefore B is ``(f + 1) M / p`` larger after a peer was lost.
     """
 
     f: int  # at least 1
@@ -239,7 +245,7 @@ class CrashTolerant(Scheduler):
 
     @property
     def max_delay(self) -> int:
-        """f: streams keep their order, so a gradient that late is not the only one missing."""
+        """f. Streams keep their order: a gradient that is f steps late is not the only missing one of its peer."""
         return self.f
 
     def _enough(self, status: StepStatus) -> bool:
@@ -257,19 +263,20 @@ def _check_timeout(timeout_s: float) -> None:
     require(timeout_s >= 0, f"timeout_s={timeout_s} is invalid: choose seconds, 0 or more")
 
 
-GAIN = 0.05  # change of beta after a step whose squared distance is off by the square of the target
-MARGIN = 0.7  # mean squared distance to aim at, as a share of the target's square
-MOST = 2.0  # limit of the integrated beta: beyond 1, many steps wait after a large distance
+GAIN = 0.05  # change of beta after a step whose squared distance differs by the square of the target
+MARGIN = 0.7  # the mean squared distance to aim at, relative to the square of the target
+MOST = 2.0  # limit of the integrated beta; while it is above 1, after a large distance, many steps wait
 
 
 @dataclass(eq=False)
 class AdaptiveBeta(Scheduler):
     """`NormBounded`, with the smallest beta that keeps the measured distance under ``max_inconsistency``.
 
-    That is the target of the root mean square of ``||x_t - v_t^i|| / alpha``, in the unit of
-    gradients (`Meter.measured`). Bounds are on the mean square, and gradients arrive in few, large
-    buckets. So ``beta``, at first 1, integrates the deviation of the squared distance from its target:
-    where no constant beta fits, it oscillates and the mean fits. The bound has one step of delay.
+    ``max_inconsistency`` limits the root mean square of ``||x_t - v_t^i|| / alpha``, in the unit of
+    gradients (`Meter.measured`). The limit is on a mean square, and gradients arrive in few, large
+    buckets. So ``beta``, which starts at 1, integrates the deviation of the squared distance from its target. If no
+    constant beta gives the target, beta oscillates and the mean distance meets it. The bound is that of one step of
+    delay.
     """
 
     max_inconsistency: float

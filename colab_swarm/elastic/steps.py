@@ -1,6 +1,7 @@
-"""Steps of one group member: its settings, the wait for others' buckets, each step's result.
+"""Steps of one group member: its settings, the wait for the other members' buckets, the result of each step.
 
-The exchange reports on the runtime's loop; the optimizer hands over and waits on the user's thread.
+The exchange reports received buckets on the runtime's loop. The optimizer hands over its buckets, and waits, on the
+user's thread.
 """
 
 import asyncio
@@ -35,8 +36,9 @@ class ElasticSettings:
     Attributes:
         prefix: name of the group; peers with the same prefix train one model.
         scheduler: decides when a peer continues with its next step.
-        compression: of gradients: float32, float16, bfloat16, int8, onebit, sparseloco, topk:0.01.
-        error_feedback: add what compression cut off to the next gradient; without it, a lossy codec has no bound.
+        compression: codec of the gradients: float32, float16, bfloat16, int8, onebit, sparseloco, topk:0.01.
+        error_feedback: add the part that compression removed to the next gradient; without this, a lossy codec has no
+            bound.
         wait_s: how long to wait for the other peers when the group is formed.
     """
 
@@ -63,30 +65,30 @@ class ElasticStep:
     """Result of one step at this peer.
 
     ``inconsistency`` is the distance of this peer's parameters from the group's, divided by the
-    learning rate: the root mean square over recent steps whose gradients have all arrived. ``bound``
-    is the theory's limit, from the gradients of the same steps; None: unknown for this codec.
+    learning rate. It is the root mean square over recent steps whose gradients have all arrived. ``bound``
+    is its limit by the theory, from the gradients of the same steps; None: unknown for this codec.
     """
 
-    step: int  # from 0, since the group was formed
-    waited_s: float  # from the end of its own backward pass until the scheduler let it continue
-    missing: float  # share of the others' values of this step that had not arrived
+    step: int  # counts from 0 since the group was formed
+    waited_s: float  # from the end of this peer's backward pass until the scheduler let it continue
+    missing: float  # fraction of the other members' values of this step that had not arrived
     inconsistency: float
     bound: float | None
     lost: tuple[int, ...]  # numbers of the lost members
 
     @property
     def passed(self) -> bool:
-        """Whether the inconsistency is above its bound, beyond the uncertainty of few steps."""
+        """Whether the inconsistency is above its bound by more than the uncertainty of few steps."""
         return self.bound is not None and self.inconsistency > 1.1 * self.bound > 0
 
 
 @dataclass(frozen=True)
 class ElasticSnapshot:
     scheduler: str  # with its settings
-    member: int  # its number
-    members: int  # the group's size at its start
-    steps: tuple[ElasticStep, ...]  # the latest, oldest first
-    over: bool  # whether it has left the group
+    member: int  # this member's number
+    members: int  # size of the group at its start
+    steps: tuple[ElasticStep, ...]  # the latest steps, oldest first
+    over: bool  # whether this member has left the group
 
 
 Squares = Annotated[float, msgspec.Meta(ge=0, lt=sys.float_info.max)]  # a finite squared norm
@@ -114,24 +116,26 @@ class ElasticSteps:
         exchange.steps = self
         self._codec = codec_of(settings.compression)
         gamma = max(self._codec.gamma(numel) for numel in sizes)
-        # without error feedback a lossy codec has no bound
+        # without error feedback, a lossy codec has no bound
         self._gamma = gamma if settings.error_feedback or not gamma else None
         self._changed = asyncio.Event()
         self._loop = asyncio.get_running_loop()
         self._woken = self._left = False
         self._own: deque[tuple[Piece, Floats, Buffer]] = deque()
         self._rates: dict[int, dict[int, Rates]] = {}  # by step and member, until they are compared
-        self._other_rates = ""  # how this member's differ from the first one's
+        self._other_rates = ""  # how this member's learning rates differ from those of the first member
 
     def hand_over(self, piece: Piece, arrived: Floats, payload: Buffer) -> None:
-        """Send a full bucket; ``arrived`` are the values as others decode it. Thread-safe."""
+        """Send a full bucket; ``arrived`` are its values as others decode them. Thread-safe."""
         self._own.append((piece, arrived, payload))
-        if not self._woken:  # waking the loop costs more than the rest
+        if not self._woken:  # waking the loop takes more time than the rest, so do it once
             self._woken = True
             self._loop.call_soon_threadsafe(self._take_own)
 
     def _take_own(self) -> None:
-        self._woken = False  # first: what is appended from now on wakes the loop again
+        self._woken = (
+            False  # do this first, so that a bucket that is appended from now on wakes the loop again
+        )
         while self._own:
             piece, arrived, payload = self._own.popleft()
             self._exchange.send(piece, payload)
@@ -140,7 +144,7 @@ class ElasticSteps:
             self._compare_rates(self._exchange.me, piece)
 
     def on_piece(self, peer: int, piece: Piece, payload: Buffer) -> None:
-        """Add a received bucket; a member that sends what no honest peer would is dropped."""
+        """Add a received bucket; drop a member whose bucket no honest peer would send."""
         try:
             require(0 <= piece.bucket < len(self._sizes), f"there is no bucket {piece.bucket}")
             values = self._codec.decode(payload, self._sizes[piece.bucket])
@@ -157,7 +161,7 @@ class ElasticSteps:
         self._changed.set()
 
     def _compare_rates(self, member: int, piece: Piece) -> None:
-        """Compare this member's learning rates of a step with those of the first one, whose state all began with."""
+        """Compare this member's learning rates of a step with those of the first member, from whose state all began."""
         me = self._exchange.me
         first = min(set(range(self._exchange.members)) - self._exchange.lost.keys())
         if not piece.rates or me == first or member not in (me, first):
@@ -181,7 +185,7 @@ class ElasticSteps:
         self._changed.set()
 
     async def leave(self) -> None:
-        """Leave the group; wake a step that still waits: it raises."""
+        """Leave the group; a step that still waits raises an error."""
         self._left = True
         self._changed.set()
         await self._exchange.close()
@@ -189,8 +193,8 @@ class ElasticSteps:
     async def finish(self, compute_s: float = 0.0) -> None:
         """Wait until the open step may end, and close it; the result is in `finished`.
 
-        ``compute_s`` simulates the next passes. Raises `RuntimeError` if this member leaves, and `MismatchError` if
-        its learning rates differ from the first member's.
+        ``compute_s`` is the simulated time of the next passes. Raises `RuntimeError` if this member leaves, and
+        `MismatchError` if its learning rates differ from those of the first member.
         """
         self._take_own()
         while not self._scheduler.may_go_on(status := self.ledger.standing(self._loop.time())):
@@ -209,7 +213,7 @@ class ElasticSteps:
         closed = self.ledger.close_step()
         step = ElasticStep(closed.step, status.waited_s, status.missing, measured, bound, lost)
         self.finished = closed, step
-        self._loop.call_soon(self._measure, closed)  # while the user's thread applies it
+        self._loop.call_soon(self._measure, closed)  # runs while the user's thread applies the step
         if compute_s:
             await asyncio.sleep(compute_s)
 

@@ -29,28 +29,28 @@ logger = logging.getLogger(__name__)
 
 
 class SwarmSteps(Callback):
-    """Ends the training after ``max_steps`` of the swarm or with the session, counts samples, logs metrics.
+    """Ends the training after ``max_steps`` of the swarm or with the session, counts samples, and logs metrics.
 
-    Each peer reads its data in an order of its own: torch's random numbers of the training are the peer's, whatever
-    ``seed_everything`` has set for all.
+    Each peer reads its data in its own order, because this callback seeds torch by the peer, even if
+    ``seed_everything`` has set the same seed for all.
     """
 
     def __init__(self, max_steps: int) -> None:
         self._max_steps = max_steps
         self._counter = SampleCounter()
-        self._present: float | None = None  # samples of the present batch; None: its parts do not say
-        self._loops = ExitStack()  # of the optimizers, while they train
+        self._present: float | None = None  # samples of the present batch; None: unknown
+        self._loops = ExitStack()  # the optimizers' `running()` contexts, while they train
         self._begin()
 
     def _begin(self) -> None:
-        """Begin a step's sums."""
-        self._sizes: list[float | None] = []  # of each batch that gave a loss since the last step
-        self._loss: float | Tensor = 0.0  # of these batches, each times its samples
+        """Begin the sums of a new step."""
+        self._sizes: list[float | None] = []  # samples of each batch that gave a loss since the last step
+        self._loss: float | Tensor = 0.0  # sum of these batches' losses, each times its samples
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         optimizers = _of_swarm(trainer)
         if optimizers:
-            # Before the loaders' first samples are drawn, which may be in processes of their own.
+            # Seed before the loaders draw their first samples, perhaps in other processes.
             torch.manual_seed(seed_of(optimizers[0].hooks.peer, "lightning", optimizers[0].global_step))
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -73,7 +73,7 @@ class SwarmSteps(Callback):
             "configure_optimizers() returned no optimizer of a swarm: return what swarm.optimizer(…) returns",
         )
         optimizers = _of_swarm(trainer)
-        self._loops.close()  # of a fit that raised
+        self._loops.close()  # the contexts of a fit that raised
         for optimizer in optimizers:
             self._loops.enter_context(optimizer.hooks.running())
             if optimizer.global_step >= self._max_steps:
@@ -103,7 +103,7 @@ class SwarmSteps(Callback):
 
     @property
     def _samples(self) -> float | None:
-        """Samples since the last step; None if some batch does not say, so that a bare step asks for them."""
+        """Samples since the last step. None if those of a batch are unknown; then step() without samples= raises."""
         known = [size for size in self._sizes if size is not None]
         return sum(known) if len(known) == len(self._sizes) else None
 
@@ -114,7 +114,7 @@ class SwarmSteps(Callback):
         samples = self._samples
         share = 1.0
         if self._present and self._sizes[0]:
-            # Each batch counts by its samples; Lightning takes the mean of the batches' losses.
+            # Weigh each batch by its samples, because Lightning takes the plain mean of the batches' losses.
             share = self._present / self._sizes[0]
         if share != 1.0:
             loss.register_hook(lambda gradient: gradient * share)  # type: ignore[no-untyped-call]
@@ -134,9 +134,9 @@ class SwarmSteps(Callback):
                     parameter.grad.mul_(correction)
 
     def _correction(self, trainer: Trainer) -> float:
-        """Return what makes the sum of the step's losses their mean by samples.
+        """Return the factor that turns the sum of the step's losses into their mean over samples.
 
-        Lightning has divided each loss by the number of batches of a full step, also where an epoch ends before.
+        Lightning has divided each loss by the number of batches of a full step, even if an epoch ends within the step.
         """
         samples = self._samples
         if not samples or not self._sizes[0]:
@@ -158,7 +158,7 @@ def _of_swarm(trainer: Trainer) -> list[SwarmOptimizer]:
 
 
 def _loaders_of(loaders: Any) -> list[Any]:
-    """Return the loaders of a Trainer: one, or several in a collection."""
+    """Return the loaders of a Trainer, which are one or several in a collection, as a list."""
     if isinstance(loaders, CombinedLoader):
         return [*loaders.flattened]
     if isinstance(loaders, Mapping):

@@ -13,15 +13,18 @@ from colab_swarm.swarm.swarm import Swarm
 
 
 def track(swarm: Swarm, tracker: Any, *, name: str = "model") -> Callable[[], None]:
-    """Log loss, samples, speed and peers at each step that the swarm takes with this peer; return what ends it.
+    """Log loss, samples, speed and peers at each step that the swarm takes with this peer.
 
     Args:
-        tracker: has ``add_scalar(name, value, step)``, as TensorBoard's writer, or ``log(metrics, step=…)``, as a
-            run of W&B and the module trackio.
-        name: of the model, as given to `Swarm.optimizer`.
+        tracker: an object with a method ``add_scalar(name, value, step)``, such as TensorBoard's writer, or
+            ``log(metrics, step=…)``, such as a run of W&B and the module trackio.
+        name: name of the model, as given to `Swarm.optimizer`.
+
+    Returns:
+        A function that ends the logging.
 
     Raises:
-        TypeError: the tracker has neither.
+        TypeError: the tracker has neither method.
     """
     writes = hasattr(tracker, "add_scalar")
     text = f"{tracker!r} has neither add_scalar nor log: pass a writer or a run"

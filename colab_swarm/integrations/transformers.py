@@ -4,9 +4,10 @@
     attach(trainer, swarm, target_batch_size=256, max_steps=500)
     trainer.train()
 
-The Trainer counts the swarm's steps: it logs, evaluates, saves and ends by them. Its learning rate schedule and its
-``max_grad_norm`` apply to the averaged gradient. ``gradient_accumulation_steps`` makes larger micro-batches. A causal
-language model's gradients are weighed by their target tokens, as one Trainer with the joined batch weighs them.
+The Trainer counts the swarm's steps, and logs, evaluates, saves and ends by this count. Its learning rate schedule and
+its ``max_grad_norm`` apply to the averaged gradient. ``gradient_accumulation_steps`` makes larger micro-batches. The
+gradients of a causal language model are weighed by their target tokens. So the result is that of one Trainer with the
+joined batch.
 """
 
 import copy
@@ -30,8 +31,8 @@ from colab_swarm.training.optimizer import SwarmOptimizer
 
 logger = logging.getLogger(__name__)
 
-ENDLESS = 1 << 40  # steps of this peer; the swarm's decide
-SHUFFLED = 1000  # samples that a streamed data set is shuffled over
+ENDLESS = 1 << 40  # the Trainer's limit of steps; the swarm's steps end the training
+SHUFFLED = 1000  # size, in samples, of the buffer that shuffles a streamed data set
 
 
 def attach(
@@ -39,13 +40,15 @@ def attach(
 ) -> SwarmOptimizer:
     """Let the swarm step the trainer's optimizer, until ``max_steps`` of the swarm; call it before ``train()``.
 
-    The ``options`` are those of `Swarm.optimizer`. Every peer shuffles its data in an order of its
-    own. At the end of the session the training ends, and this peer's last samples are handed over.
-    Attach again to continue with other ``max_steps``.
+    The ``options`` are those of `Swarm.optimizer`. Each peer shuffles its data in its own order. When the session of
+    the platform ends, the training ends, and this peer hands its last samples over to the others. To continue with
+    other ``max_steps``, call `attach` again.
 
     Raises:
-        ValueError: a setting of the Trainer contradicts the swarm's; or what `Swarm.optimizer` raises.
-        TypeError: an argument is of another type.
+        ValueError: a setting of the Trainer contradicts one of the swarm.
+        TypeError: an argument has a wrong type.
+
+    It also raises the errors of `Swarm.optimizer`.
     """
     _check_types(trainer, swarm, max_steps)
     args = trainer.args
@@ -84,7 +87,7 @@ def attach(
         trainer.optimizer, target_batch_size=target_batch_size, **{**defaults, **options}
     )
     trainer.optimizer = optimizer
-    trainer.args = copy.copy(args)  # those of another Trainer stay
+    trainer.args = copy.copy(args)  # a copy, because another Trainer may have the same arguments
     trainer.args.max_steps = ENDLESS
     trainer.args.max_grad_norm = 0.0
     _shuffle(trainer, optimizer, seed=int.from_bytes(swarm.id[:4]))
@@ -98,19 +101,19 @@ def _check_types(trainer: Any, swarm: Any, max_steps: Any) -> None:
     text = f"{type(trainer).__name__} is no Trainer of transformers: call {call}"
     require(isinstance(trainer, Trainer), text, TypeError)
     text = f"{type(swarm).__name__} is no swarm, as cs.create(…) and cs.join(…) return: call {call}"
-    # the form of cs.connect() has all methods of its swarm
+    # not isinstance, because the form of cs.connect() also has all methods of its swarm
     require(callable(getattr(swarm, "optimizer", None)), text, TypeError)
     text = f"max_steps={max_steps!r}: pass the swarm's last step, a whole number, as in {call}"
     require(isinstance(max_steps, int) and max_steps > 0, text, TypeError)
 
 
 def _shuffle(trainer: Any, optimizer: SwarmOptimizer, *, seed: int) -> None:
-    """Give the trainer's data an order of this peer's own."""
+    """Give the trainer's data this peer's own order."""
     trainer.args.seed = trainer.args.data_seed = seed
     trainer.accelerator.dataloader_config.data_seed = seed
     data = trainer.train_dataset
     if isinstance(data, torch.utils.data.IterableDataset):
-        if hasattr(data, "shuffle"):  # of the library datasets
+        if hasattr(data, "shuffle"):  # a stream of the library `datasets`
             trainer.train_dataset = data.shuffle(seed=seed, buffer_size=SHUFFLED)
         else:
             logger.warning(
@@ -121,7 +124,8 @@ def _shuffle(trainer: Any, optimizer: SwarmOptimizer, *, seed: int) -> None:
 
     def get_train_dataloader(*arguments: Any, **named: Any) -> Any:
         loader = get_loader(*arguments, **named)
-        # Some samplers take no seed of the arguments, but torch's global one, which each Trainer sets alike.
+        # Some samplers do not use the seed of the arguments, but torch's global seed, which each Trainer sets to the
+        # same value.
         warning = give_order(loader, seed)
         if warning:
             optimizer.hooks.warn(warning)
@@ -131,17 +135,17 @@ def _shuffle(trainer: Any, optimizer: SwarmOptimizer, *, seed: int) -> None:
 
 
 class SwarmFlow(DefaultFlowCallback):  # type: ignore[misc]
-    """Lets a Trainer count samples and targets for the swarm, and log, evaluate, save and end by the swarm's steps."""
+    """Makes a Trainer count samples and targets for the swarm, and log, evaluate, save and end by the swarm's steps."""
 
     def __init__(self, trainer: Trainer, optimizer: SwarmOptimizer, max_steps: int) -> None:
         self._trainer = trainer
         self.optimizer = optimizer
         self.max_steps = max_steps
-        # the loss of this peer's present step
+        # the number and the loss of this peer's present step
         self._step = 0
         self._loss = torch.tensor(0.0)
         self._samples = self._weight = self._counted = 0.0
-        # since the last log, and in all
+        # mean losses since the last log, and of the whole training
         self._logged = MeanLoss()
         self._total = MeanLoss()
         args = trainer.args
@@ -149,8 +153,10 @@ class SwarmFlow(DefaultFlowCallback):  # type: ignore[misc]
         most = len(data) if hasattr(data, "__len__") else None
         self._rows = RowCounter(args.train_batch_size, optimizer.settings.batch_size, most=most)
         self._computing = False
-        self._examples: float | None = None  # of the present micro-batch
-        self._targets: float | None = None  # of the present step, if they weigh
+        self._examples: float | None = None  # samples of the present micro-batch
+        self._targets: float | None = (
+            None  # target tokens of the present step, if gradients are weighed by them
+        )
         self._batches = trainer.get_batch_samples
         self._compute = trainer.training_step
         self._compute_loss = trainer.compute_loss
@@ -165,7 +171,7 @@ class SwarmFlow(DefaultFlowCallback):  # type: ignore[misc]
         self.create_scheduler()
 
     def create_scheduler(self, *_: Any, **__: Any) -> Any:
-        """Give the Trainer a twin of the scheduler, which the swarm steps."""
+        """Give the Trainer a stand-in for the scheduler, because the swarm steps the scheduler itself."""
         self._trainer.lr_scheduler = self.optimizer.scheduler
         return self.optimizer.scheduler
 
@@ -179,7 +185,7 @@ class SwarmFlow(DefaultFlowCallback):  # type: ignore[misc]
             args = self._trainer.args
             self._targets = float(torch.as_tensor(items).flatten()[0])
             if args.n_gpu > 1 and not args.average_tokens_across_devices:
-                self._targets *= args.n_gpu  # the Trainer has divided it
+                self._targets *= args.n_gpu  # the Trainer has divided the number by this
         return batches, items
 
     @property
@@ -187,7 +193,7 @@ class SwarmFlow(DefaultFlowCallback):  # type: ignore[misc]
         return self.optimizer.settings.weight_unit != "samples"
 
     def training_step(self, model: Any, inputs: Any, *arguments: Any, **named: Any) -> Any:
-        """Compute one micro-batch, and count it; its loss is a part of the step's."""
+        """Compute one micro-batch, and count it; its loss is a part of the step's loss."""
         self._computing = True
         self._examples = None
         try:
@@ -204,7 +210,7 @@ class SwarmFlow(DefaultFlowCallback):  # type: ignore[misc]
         return loss
 
     def compute_loss(self, model: Any, inputs: Any, *arguments: Any, **named: Any) -> Any:
-        """Compute a loss, and count what the model gets, such as the completions of a part of what was drawn."""
+        """Compute a loss, and count the samples that the model gets, such as completions for a part of a batch."""
         if self._computing and self._examples is None:
             self._examples = self._count(inputs)
         return self._compute_loss(model, inputs, *arguments, **named)
@@ -228,7 +234,7 @@ class SwarmFlow(DefaultFlowCallback):  # type: ignore[misc]
         self._log(logs, *arguments, **named)
 
     def train(self, *arguments: Any, **named: Any) -> Any:
-        """Train to the swarm's last step; raises RuntimeError if the optimizer has left or was replaced."""
+        """Train to the swarm's last step. Raises RuntimeError if the optimizer has left or was replaced."""
         with self.optimizer.hooks.running():
             output = self._train(*arguments, **named)
         return output._replace(training_loss=output.metrics["train_loss"])
@@ -236,7 +242,7 @@ class SwarmFlow(DefaultFlowCallback):  # type: ignore[misc]
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:
-        state.compute_steps(args, self.max_steps)  # settings that are parts of all steps
+        state.compute_steps(args, self.max_steps)  # for settings that are fractions of all steps
         self._step = state.global_step = self.optimizer.global_step
         if self._step >= self.max_steps:
             print(done_line(self._step, self.max_steps))
@@ -244,7 +250,7 @@ class SwarmFlow(DefaultFlowCallback):  # type: ignore[misc]
         self._total = MeanLoss()
         self._counted = 0.0
         data = self._trainer.train_dataset
-        if hasattr(data, "__len__"):  # to be shown: passes of all peers together
+        if hasattr(data, "__len__"):  # only for display: passes over the data by all peers together
             samples = self.max_steps * self.optimizer.settings.target_batch_size
             state.num_train_epochs = math.ceil(samples / len(data))
 
@@ -257,7 +263,7 @@ class SwarmFlow(DefaultFlowCallback):  # type: ignore[misc]
             self._counted += self._samples
         before = self._step
         self._step = self.optimizer.global_step
-        for step in range(before + 1, self._step + 1):  # a peer that catches up takes several at once
+        for step in range(before + 1, self._step + 1):  # a peer that catches up takes several steps together
             state.global_step = step
             control = super().on_step_end(args, state, control, **more)
         state.global_step = self._step

@@ -1,6 +1,7 @@
 """The form of ``cs.connect()``: it makes a notebook a peer, and then becomes the invitation and the panel.
 
-Its button works on the user's thread, which alone repaints on Colab; cells that are started meanwhile wait for it.
+The button does its work on the user's thread, because only this thread can repaint on Colab. Cells that the user
+starts in the meantime wait for it.
 """
 
 from collections.abc import Callable
@@ -25,7 +26,7 @@ Say: TypeAlias = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Entries:
-    """What the user entered; an empty invitation starts a run, and the token of ngrok may be empty."""
+    """The user's entries. An empty invitation starts a run; the token of ngrok may be empty."""
 
     invitation: str = field(repr=False)
     name: str
@@ -35,7 +36,7 @@ class Entries:
 
 
 Connect: TypeAlias = Callable[[Entries, Say], Any]
-"""Acts on the entries, says each stage, and returns the peer."""
+"""Creates or joins a run according to the entries, reports each stage, and returns the peer."""
 
 
 class Connection:
@@ -73,7 +74,7 @@ class Connection:
         ]
         if here.tunnels_if:
             consents.append(self._token)
-        # shown, and ticked, for one invitation only
+        # shown for one invitation only, and its tick applies only to that
         self._send_token = ipywidgets.Checkbox(indent=False, layout={"width": "auto"})
         self._token_consent = ipywidgets.HBox([self._send_token, ipywidgets.HTML(_lines(_SEND_TOKEN))])
         self._invitation.observe(lambda _: self._withdraw_token(), names="value")
@@ -85,7 +86,7 @@ class Connection:
 
     @property
     def swarm(self) -> Any:
-        """The peer's `Swarm`; raises `JoinError` before there is one."""
+        """The peer's `Swarm`. Raises `JoinError` as long as there is no peer."""
         if self._swarm is None:
             raise JoinError(
                 "this notebook is no peer yet: press Start / Join under the cell of cs.connect() first"
@@ -98,7 +99,7 @@ class Connection:
         return self._swarm is None or not self._swarm.left
 
     def __getattr__(self, name: str) -> Any:
-        # IPython asks for many names that are not the swarm's
+        # IPython asks for many names that a swarm does not have
         if name.startswith("_"):
             raise AttributeError(name)
         return getattr(self.swarm, name)
@@ -122,12 +123,12 @@ class Connection:
                 self._box.children = (*self._box.children, self._token_consent)
             update_button(self._button, disabled=False, description="Try again")
             return
-        # an invitation is a key to the run, which a saved notebook must not hold
+        # an invitation is a key to the run, so a saved notebook must not contain it
         self._invitation.value = ""
         self._box.children = (self._log, *self._views())
 
     def _read(self) -> Entries:
-        """Return the entries, and empty the token's field, because a saved notebook must not hold it."""
+        """Return the entries, and empty the token's field, because a saved notebook must not contain the token."""
         text = "tick the first box: “I may use this machine for a swarm”"
         if self._here.must_agree:
             text = "read the terms, and tick the first box if they allow this"
@@ -135,7 +136,7 @@ class Connection:
         token = Secret(self._token.value.strip())
         text = f"ngrok opens only if you tick the second box: “{self._here.tunnels_if}”"
         require(self._tunnels.value or not token, text)
-        # on a machine of one's own, plain consent would open relays and tunnels too
+        # on the user's own machine, plain consent would also open relays and tunnels
         consent: Consent = "tunnels" if self._tunnels.value else self._here.must_agree
         self._token.value = ""
         return Entries(
@@ -143,18 +144,18 @@ class Connection:
         )
 
     def _withdraw_token(self) -> None:
-        """Take back the consent to send a token, which was to the organizer of the invitation before."""
+        """Take back the consent to send a token, because it was given for the invitation that was entered before."""
         self._send_token.value = False
         self._box.children = tuple(child for child in self._box.children if child is not self._token_consent)
 
     def _views(self) -> list[Any]:
-        """Return the invitation of a peer that started a run, and its panel."""
+        """Return the panel, and before it the invitation if this peer started the run."""
         import ipywidgets
 
         views = []
         if self.swarm.is_owner:
             views.append(ipywidgets.HTML(self.swarm.invite()._repr_mimebundle_()["text/html"]))
-        # there is no widget without a front-end
+        # without a front-end there is no widget
         panel = self.swarm.panel()
         widget = panel.widget()
         if widget is not None:

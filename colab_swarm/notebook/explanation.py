@@ -1,7 +1,7 @@
 """`cs.explain`: the likely cause of an error, and its fix.
 
-Errors of this package document both in their docstrings (`colab_swarm.errors`). A table covers common
-errors of Python and torch. For all others the explanation names the place that raised them.
+Errors of this package have cause and fix in their docstrings (`colab_swarm.errors`). A table covers common
+errors of Python and torch. For all other errors, the explanation names the place that raised them.
 """
 
 import inspect
@@ -20,7 +20,7 @@ from colab_swarm.project import COPY, install, repository
 
 _DOCUMENTED = re.compile(r"^Cause: (?P<cause>.+?)\nFix: (?P<fix>.+?)(?:\n\n|\Z)", re.DOTALL | re.MULTILINE)
 _DISTRIBUTIONS = {"PIL": "pillow", "sklearn": "scikit-learn"}
-"""Packages whose name differs from their module's."""
+"""Packages whose name differs from that of their module."""
 
 
 class _Advice(NamedTuple):
@@ -83,12 +83,12 @@ def explain(error: BaseException | type[BaseException] | None = None) -> Explana
     if not issubclass(kind, BaseException):
         raise TypeError(f"cs.explain({error!r:.50}): pass an error, its class, or nothing for the last one")
     title = kind.__name__
-    # an error's own __str__ may fail
+    # the __str__ of an error may fail
     with suppress(Exception):
         words = plain(str(error), MAX_CHARS) if isinstance(error, BaseException) else ""
         if words:
             title += f": {words}"
-    # our own errors document their advice; a subclass may inherit it
+    # errors of this package have their advice in the docstring; a subclass may inherit it
     for base in kind.__mro__:
         advice = _DOCUMENTED.search(inspect.cleandoc(base.__doc__ or ""))
         if advice is not None:
@@ -107,7 +107,7 @@ def explain(error: BaseException | type[BaseException] | None = None) -> Explana
 
 
 def shorten_interrupts() -> None:
-    """Let an interrupted cell or script end with one line, if no other package handles its exceptions."""
+    """Make an interrupted cell or script end with one line, unless another package handles its exceptions."""
     ipython = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython is not None else None
     if shell is None and sys.excepthook is sys.__excepthook__:
@@ -152,7 +152,7 @@ def extra_of(module: str) -> str | None:
     package = re.escape(_DISTRIBUTIONS.get(module, module)).replace("_", "[-_]")
     try:
         requirements = "\n".join(requires("colab-swarm") or ())
-    except PackageNotFoundError:  # it runs from its source
+    except PackageNotFoundError:  # the package is not installed: it runs from its source
         return None
     line = rf"^{package}(?![\w.-]).*extra\s*==\s*['\"](?!all\b)([\w-]+)"
     match = re.search(line, requirements, re.IGNORECASE | re.MULTILINE)
@@ -160,10 +160,10 @@ def extra_of(module: str) -> str | None:
 
 
 def _advice_by_place(error: object) -> _Advice:
-    """Return advice by the modules that the error passed through: nothing else is known of it."""
+    """Return advice by the modules through which the error passed, because nothing else is known about the error."""
     trace = error.__traceback__ if isinstance(error, BaseException) else None
     modules = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(trace)]
-    # without a traceback, such as of a class, the error is taken for one of ours
+    # an error without a traceback, such as a class, is treated as one of this package
     raised_in = modules[-1] if modules else "colab_swarm"
     if _is_ours(raised_in):
         return _Advice(

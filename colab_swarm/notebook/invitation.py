@@ -1,4 +1,4 @@
-"""How an invitation is shown: the link to copy, a QR code, badges that open the notebook that joins."""
+"""Shows an invitation: the link to copy, a QR code, and badges that open a notebook with which to join."""
 
 import html
 import time
@@ -15,12 +15,12 @@ _BOX = "border:1px solid var(--line);border-radius:4px"
 BADGE = (
     f"display:inline-block;{_BOX};padding:2px 10px;margin:0 8px 0 0;text-decoration:none;color:var(--blue)"
 )
-# The only script of ours. Where a page removes it, as of a notebook that is not trusted, one click selects the text.
+# The only script of this package. If a page removes it, as in an untrusted notebook, one click selects the text.
 COPY = (
     "getSelection().selectAllChildren(this.previousElementSibling);"
     "this.textContent=document.execCommand('copy')?'Copied':'Press Ctrl+C'"
 )
-_MODULE_PX = 3  # of a QR code; phones read no finer ones from a screen
+_MODULE_PX = 3  # size of a QR code's squares; phones cannot read smaller ones from a screen
 NONE = (
     "found no swarm in this network: create one with cs.create(…), or pass an invitation to cs.join('swarm://…'); "
     "some networks block multicast"
@@ -30,12 +30,12 @@ NONE = (
 class Invitation(str):
     """The secret that lets others join; a notebook shows it with a QR code and badges."""
 
-    run: str = ""  # its name
-    role: str = ""  # of those who join, such as ``worker``
+    run: str = ""  # name of the run
+    role: str = ""  # of the peers that join with it, such as ``worker``
     expires_at: float = 0.0  # seconds since the epoch
     uses: int | None = None  # how many peers may join; None for any number
-    notebook: str = "swarm"  # that the badges open
-    warning: str = ""  # one sentence if not everybody can use it; else empty
+    notebook: str = "swarm"  # the notebook that the badges open
+    warning: str = ""  # one sentence if not everybody can use the invitation; otherwise empty
 
     def __new__(cls, text: str, **facts: Any) -> Self:
         invitation = super().__new__(cls, text)
@@ -58,7 +58,7 @@ class Invitation(str):
 
     @property
     def facts(self) -> dict[str, str]:
-        """``invite`` and, if there is one, ``warning``: what a program prints."""
+        """What a program prints: ``invite`` and, if there is one, ``warning``."""
         facts = {"invite": str(self)}
         if self.warning:
             facts["warning"] = self.warning
@@ -71,7 +71,7 @@ class Invitation(str):
         import segno
 
         code = segno.make(str(self), error="l", micro=False, boost_error=False)
-        # dark on white on any page: many cameras cannot read the inverse
+        # dark on white on any page, because many cameras cannot read white on dark
         drawn = code.svg_inline(scale=_MODULE_PX, border=4, dark="#000", light="#fff", omitsize=False)
         return f'<div role="img" aria-label="QR code of the invitation">{drawn}</div>'
 
@@ -92,7 +92,7 @@ class Invitation(str):
         return document
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
-        # the invitation comes last: a copy of the whole text can still be used to join
+        # the invitation comes last, so that a copy of the whole text can still be used to join
         text = str(self)
         if self.warning:
             text = f"{self.warning}\n{text}"

@@ -1,4 +1,4 @@
-"""A simulated swarm and its interactive run: frozen records, their views and controls."""
+"""The display of a simulated swarm and its interactive run: frozen records, their views and the controls."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -32,7 +32,7 @@ _SYMBOLS = {
     "crashed": ("red", "✗"),
     "left": ("soft", "○"),
 }
-# slider values of slower connections and of the playback
+# the sliders' values, for slower connections and for the speed of the playback
 SPEEDS = (1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0)
 _NAMED = {"description_width": "initial"}
 Verb: TypeAlias = Literal["join", "crash", "speed", "slow", "latency", "bandwidth", "lose"]
@@ -42,16 +42,18 @@ Verb: TypeAlias = Literal["join", "crash", "speed", "slow", "latency", "bandwidt
 class SimulationSnapshot:
     at: float  # virtual seconds since it started
     network: str  # name and description
-    peers: tuple[PeerRow, ...]  # in the order in which they joined; a role is a state of the simulation
-    story: tuple[str, ...]  # what happened, one line each, oldest first
-    coming: tuple[str, ...]  # scripted faults to come, in words with their times
-    state: str = "idle"  # of its run: ``playing``, ``paused``, ``finished``, ``stopped`` or ``failed``
+    peers: tuple[
+        PeerRow, ...
+    ]  # in the order in which they joined; here a row's role is the peer's simulated state
+    story: tuple[str, ...]  # the log: one line for each event, oldest first
+    coming: tuple[str, ...]  # scripted faults that have not happened yet, in words with their times
+    state: str = "idle"  # of the run: ``playing``, ``paused``, ``finished``, ``stopped`` or ``failed``
     speed: float = 0.0  # virtual seconds per second
     error: str = ""  # raised by a peer's code; empty if none
 
     @property
     def over(self) -> bool:
-        """True once its run has ended."""
+        """True after the run has ended."""
         return self.state in OVER
 
     @property
@@ -105,7 +107,7 @@ LESSON: Views[SimulationSnapshot] = Views(draw, who="run", leave=("End run", "En
 
 
 class LessonControls:
-    """Sliders and buttons of a run, in ``rows``; ``inject`` takes a verb and its arguments."""
+    """Sliders and buttons of a run, in ``rows``. They call ``inject`` with a verb and its arguments."""
 
     def __init__(
         self,
@@ -145,7 +147,7 @@ class LessonControls:
         self.update(snapshot)
 
     def update(self, snapshot: SimulationSnapshot) -> SimulationSnapshot:
-        """Offer the present peers; disable everything after the end. Returns the snapshot."""
+        """Offer the present peers in the controls; after the end, disable all controls. Returns the snapshot."""
         names = tuple(peer.name for peer in snapshot.peers)
         if self._peer.options != names:
             chosen = self._peer.value
@@ -167,7 +169,10 @@ class LessonControls:
     def _slider(
         self, name: str, values: Sequence[float], value: float, label: str, act: Callable[[float], None]
     ) -> Any:
-        """Return a slider of ``values`` and ``value``; ``label`` formats each, ``act`` takes the chosen one."""
+        """Return a slider of ``values`` that starts at ``value``.
+
+        ``label`` formats each value, and ``act`` is called with the chosen one.
+        """
         steps = sorted({*values, value})
         slider = self._new_slider(
             options=[(label.format(step), step) for step in steps],

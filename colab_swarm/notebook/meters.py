@@ -1,4 +1,4 @@
-"""Panels of the experts of a grid, and of an elastic member's inconsistency. Pure functions."""
+"""Draw the panels of a grid's experts, and of an elastic member's inconsistency. Pure functions."""
 
 from typing import TYPE_CHECKING
 
@@ -18,7 +18,7 @@ RECENT = 20  # steps in the means of waiting and missing
 
 
 def draw_experts(snapshot: "ExpertsSnapshot") -> theme.Document:
-    """Return the grid with a bar for each use, and this peer's experts."""
+    """Draw the grid, with a bar for the use of each expert, and this peer's experts."""
     hosts = {expert.host for expert in snapshot.live}
     places = count(snapshot.grid.size, "place")
     state = f"{len(snapshot.live):,} of {places} live on {count(len(hosts), 'host')}"
@@ -81,7 +81,7 @@ HOST_VIEWS: "Views[ExpertsSnapshot]" = Views(draw_experts, who="host", leave=("S
 
 
 def draw_elastic(snapshot: "ElasticSnapshot") -> theme.Document:
-    """Return the meter: figures, the measured inconsistency under its bound, a warning."""
+    """Draw the meter: figures, the measured inconsistency with its bound, and a warning if the bound is passed."""
     label = "inconsistency of this member"
     if not snapshot.steps:
         state = f"no step yet, {snapshot.members} members"

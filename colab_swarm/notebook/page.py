@@ -1,7 +1,7 @@
 """The status page of a backbone or a coordinator, and the page behind an invitation. Read-only.
 
-A snapshot is taken once a second at most, so visitors cost nothing. A page refreshes the answer of
-``/live`` every three seconds; the browser may do nothing else.
+A snapshot is taken at most once a second, so many visitors cost little. A page loads ``/live`` again every three
+seconds; its policy forbids the browser to load anything else.
 """
 
 import asyncio
@@ -30,8 +30,8 @@ Answering: TypeAlias = Callable[[web.Request], Awaitable[web.StreamResponse]]
 Sample: TypeAlias = tuple[str, Mapping[str, str], float]
 """Name, labels and value of a metric; names of counters end in ``_total``."""
 FRESH_S = 1.0
-ANSWERS_PER_S = 100  # for one visitor; see `colab_swarm.net.addresses`
-MAX_CONNECTIONS = 512  # of all visitors
+ANSWERS_PER_S = 100  # most answers to one visitor; see `colab_swarm.net.addresses`
+MAX_CONNECTIONS = 512  # most connections of all visitors
 IDLE_S = 75.0  # time limit for a silent connection, and for the head of a request
 PATHS = ("/", "/live", "/metrics", "/status.json")
 SCRIPT = """
@@ -44,7 +44,7 @@ setInterval(async () => {
   } catch { lost.style.display = "block"; }
 }, 3000);
 """
-# the invitation stays in the browser: no request carries what follows the #
+# the invitation stays in the browser, because no request contains the part after the #
 _JOIN_SCRIPT = """
 const copy = document.getElementById("copy"), line = document.getElementById("line");
 document.getElementById(location.hash.includes(".") ? "whole" : "cut").hidden = false;
@@ -59,23 +59,25 @@ _RUN_NOW = '<h2>The run now</h2><div id="lost">The backbone does not answer.</di
 
 @dataclass(eq=False)
 class StatusPage(Generic[S]):
-    """Answers requests for `PATHS` with what ``look()`` returns."""
+    """Answers requests for `PATHS` by the snapshot that ``look()`` returns."""
 
     look: Callable[[], S]
-    draw: Callable[[S], Sequence[Document]]  # its views, the first of which names the page
-    metrics: Callable[[S], Iterable[Sample]]  # its figures for Prometheus
-    host: str  # what answers, such as ``backbone``
-    url: str = field(default="", init=False)  # if it listens itself
+    draw: Callable[[S], Sequence[Document]]  # returns the views of a snapshot; the first one names the page
+    metrics: Callable[[S], Iterable[Sample]]  # returns the figures of a snapshot for Prometheus
+    host: str  # the kind of server, such as ``backbone``
+    url: str = field(default="", init=False)  # address of the page if it has its own server
 
     def __post_init__(self) -> None:
         self._seen_at = float("-inf")
         self._visits = VisitLimit(ANSWERS_PER_S)
-        self._answers: dict[str, tuple[str, str | bytes]] = {}  # type and body by path, of one snapshot
+        self._answers: dict[
+            str, tuple[str, str | bytes]
+        ] = {}  # type and body of each path's answer, for one snapshot
         self._runner: web.AppRunner | None = None
         self.routes = [web.get(path, self.answer) for path in PATHS]
 
     async def start(self, host: str, port: int) -> None:
-        """Listen without any other routes; port 0 chooses a free one."""
+        """Serve only this page; port 0 chooses a free port."""
         app = web.Application(client_max_size=1024)
         app.add_routes(self.routes)
         self._runner, self.url = await listen(app, host, port, lingering_time=0.0)
@@ -113,7 +115,7 @@ class StatusPage(Generic[S]):
 
 
 class _Runner(web.AppRunner):
-    """Bounds the connections of its application, of which one that waits for its next request is idle."""
+    """Limits the connections of its application. A connection is idle while it waits for its next request."""
 
     def __init__(self, app: web.Application, **options: Any) -> None:
         self._room = ConnectionRoom(most_connections())
@@ -128,7 +130,7 @@ class _Runner(web.AppRunner):
 
     @property
     def server(self) -> Any:
-        """What makes the protocol of a new connection."""
+        """The factory that makes the protocol of a new connection."""
         serve = super().server
         if serve is None:
             return None
@@ -142,21 +144,22 @@ class _Runner(web.AppRunner):
 
 
 def most_connections() -> int:
-    """Return how many connections visitors may have: few of the files that this process may open."""
+    """Return how many connections visitors may have: a small part of the files that this process may open."""
     with contextlib.suppress(ImportError):
         import resource
 
         files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         if files != resource.RLIM_INFINITY:
             return min(MAX_CONNECTIONS, max(1, files // 4))
-    # Windows
+    # Windows has no limit to ask for
     return MAX_CONNECTIONS
 
 
 async def listen(app: web.Application, host: str, port: int, **options: Any) -> tuple[web.AppRunner, str]:
-    """Serve an application until its runner is cleaned up; return it and the address, or raise `PortError`.
+    """Serve an application until its runner is cleaned up; return the runner and the address, or raise `PortError`.
 
-    Strangers may connect: beyond `most_connections` the network with the most of them loses its oldest idle one.
+    Unknown clients may connect. If there are more than `most_connections` connections, the oldest idle connection of
+    the network with the most connections is closed.
     """
     runner = _Runner(app, keepalive_timeout=IDLE_S, **options)
     await runner.setup()
@@ -173,9 +176,10 @@ async def listen(app: web.Application, host: str, port: int, **options: Any) -> 
 
 
 def join_page(run: str, *, live: bool) -> Callable[[web.BaseRequest], Awaitable[web.Response]]:
-    """Return what answers a browser that follows an invitation to ``run``.
+    """Return a function that answers a browser that follows an invitation to ``run``.
 
-    The page names the run, copies the line, opens the notebook and, if ``live``, refreshes ``/live``.
+    The page names the run. It has buttons that copy the invitation and open the notebook. If ``live``, it also shows
+    ``/live`` and refreshes it.
     """
     script = _JOIN_SCRIPT
     if live:
@@ -199,7 +203,7 @@ def join_page(run: str, *, live: bool) -> Callable[[web.BaseRequest], Awaitable[
 
 
 def _response(body: str | bytes, kind: str, script: str) -> web.Response:
-    """Return an answer to a browser, which may run the one script, fetch from its own server, and no more."""
+    """Return an answer whose policy lets the browser only run this one script and fetch from the same server."""
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     headers = {
         "Content-Security-Policy": (
@@ -219,7 +223,7 @@ def _filled(name: str, **parts: str) -> str:
 
 
 def _exposition(samples: Iterable[Sample]) -> str:
-    """Return the metrics in the text format of Prometheus. Of equal names and labels the last value counts."""
+    """Return the metrics in the text format of Prometheus. Of samples with equal names and labels the last is used."""
     metrics: dict[str, dict[str, float]] = {}
     escapes = str.maketrans({"\\": r"\\", '"': r"\"", "\n": r"\n"})
     for name, labels, value in samples:

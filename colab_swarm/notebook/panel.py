@@ -1,7 +1,7 @@
-"""A live view of anything that provides snapshots: widgets with a front-end, text without.
+"""A live view of any object that provides snapshots: widgets if there is a front-end, otherwise text.
 
-Only the user's thread touches a widget: Colab does not repaint what other threads change. A
-button's callback holds up the kernel, so it hands its work to a thread.
+Only the user's thread changes a widget, because Colab does not repaint a widget that another thread changes. The
+callback of a button blocks the kernel, so it gives its work to another thread.
 """
 
 import _thread
@@ -24,13 +24,15 @@ from colab_swarm.snapshot import SwarmSnapshot
 
 logger = logging.getLogger(__name__)
 SHOW_EVERY_S = 0.25
-_TEXT_EVERY_S = 10.0  # interval between printed lines where there is no front-end
-RETRY_S = 60.0  # pause in a training loop after a view that could not be drawn
+_TEXT_EVERY_S = 10.0  # interval between printed lines if there is no front-end
+RETRY_S = 60.0  # pause in a training loop after a view could not be drawn
 CONFIRM_S = 5.0  # how long the leave button waits for the second click
-BEAT_S = 2.0  # the kernel looks after the browser's clock
-_HEIGHT = "520px"  # of the view, which scrolls beyond; with its controls a panel has at most 600
+BEAT_S = 2.0  # how often the kernel checks whether the browser's clock runs
+_HEIGHT = (
+    "520px"  # of the view, which scrolls if it needs more; with its controls a panel has at most 600 pixels
+)
 _ASCII = str.maketrans("█▓▒░·→‖●○◔…✔✖▲⚠×–", "##+-.>=*o%~+x!!x-")
-# The play widget as one switch with a name: only its first button. In ipywidgets 7 this is the second while it plays.
+# Show the play widget as one switch with a name: only its first button, or in ipywidgets 7, while it plays, its second.
 PLAY_STYLE = """<style>.cs-live,.cs-live button{width:auto!important;flex:none!important}
 .cs-live button:nth-child(n+2),.cs-live .mod-active{display:none!important}
 .cs-live button:first-child.mod-active+button{display:inline-block!important}
@@ -41,11 +43,11 @@ WRAPPING = {"flex_flow": "row wrap"}
 
 
 class PanelSnapshot(Protocol):
-    """What a panel shows; one of a view that can pause has ``paused`` too."""
+    """A snapshot that a panel shows. If the view can pause, the snapshot also has ``paused``."""
 
     @property
     def over(self) -> bool:
-        """True once nothing will change any more."""
+        """True if nothing will change any more."""
 
 
 S = TypeVar("S", bound=PanelSnapshot)
@@ -59,9 +61,9 @@ class Page(Generic[S]):
 
 @dataclass(frozen=True)
 class Views(Generic[S]):
-    draw: Callable[[S], Document]  # returns the first page, whose first line sums it up
-    who: str = "peer"  # what continues when the user stops watching
-    leave: tuple[str, str] = ("Leave swarm", "Left")  # the last button, before and after the click
+    draw: Callable[[S], Document]  # returns the first page; its first line is a summary
+    who: str = "peer"  # the name of the thing that continues when the user stops watching
+    leave: tuple[str, str] = ("Leave swarm", "Left")  # text of the last button, before and after the click
     pages: Mapping[str, Page[S]] = field(default_factory=dict)  # pages after the first by name
     stops: bool = False  # whether to offer a button that interrupts the running cell
 
@@ -74,10 +76,10 @@ SWARM: Views[SwarmSnapshot] = Views(
 
 
 class Panel(Generic[S]):
-    """A live view under the cell whose last value it is; ``live=None`` detects a front-end.
+    """A live view under the cell that has it as its last value; ``live=None`` detects whether there is a front-end.
 
-    ``read`` takes a snapshot, on the user's thread. ``stop``, after two clicks, and ``pause``, with
-    True to pause and False to resume, get threads of their own. ``controls`` makes further widgets.
+    ``read`` takes a snapshot, on the user's thread. ``stop`` is called after two clicks, and ``pause`` with
+    True to pause and False to resume; each call has a separate thread. ``controls`` makes further widgets.
     """
 
     def __reduce_ex__(self, protocol: object) -> Any:
@@ -97,14 +99,14 @@ class Panel(Generic[S]):
         self._stop = stop
         self._pause = pause
         self._views = views
-        # the first page's name is seen only beside others, which the swarm's panel alone has
+        # the name of the first page is visible only if there are other pages, and only a swarm's panel has these
         self._pages = {"swarm": Page(views.draw), **views.pages}
         self._page = "swarm"
         self._chosen = 0
-        # some kernels call back on a thread beside the busy cell
+        # while a cell runs, some kernels call back on another thread
         self._lock = threading.RLock()
         self._box: Any = None
-        self.form: Any = None  # the box that shows it among others, until a training cell does
+        self.form: Any = None  # the box that contains this panel, until a training cell shows it
         self._beat: asyncio.TimerHandle | None = None
         self._clock_was = 0
         self._paused = False
@@ -140,7 +142,7 @@ class Panel(Generic[S]):
         setattr(self._clock, self._playing, True)
         self._clock.tooltip = "Auto-refresh: keep this view up to date while no cell runs"
         self._clock.add_class("cs-live")
-        # many ticks may come at once
+        # many ticks may come together
         self._clock.observe(lambda change: self.tick(), names="value")
         row = []
         if len(self._pages) > 1:
@@ -159,7 +161,7 @@ class Panel(Generic[S]):
             _keep_listening(control)
 
     def widget(self) -> Any:
-        """Return the widget, to be shown or put into another one, and start its clock; None without a front-end."""
+        """Return the widget, for display or as a part of another, and start its clock; None without a front-end."""
         if self._box is not None and self._beat is None:
             # outside of a kernel no loop runs
             with suppress(RuntimeError):
@@ -167,7 +169,7 @@ class Panel(Generic[S]):
         return self._box
 
     def show_here(self) -> None:
-        """Display it under the running cell, and no longer in the form of `cs.connect`."""
+        """Display the panel under the running cell, and no longer in the form of `cs.connect`."""
         from IPython.display import display
 
         if self.form is not None:
@@ -176,9 +178,9 @@ class Panel(Generic[S]):
         display(self)  # type: ignore[no-untyped-call]
 
     def _keep_clock(self) -> None:
-        """Start the browser's clock if it is switched on but stands still, as in a page that was loaded just now.
+        """Start the browser's clock if it is switched on but does not run, as after a page was loaded.
 
-        ipywidgets 7 starts it only by a click: until then the kernel refreshes the view.
+        In ipywidgets 7 only a click can start the clock. Until then the kernel refreshes the view.
         """
         if self._clock.value == self._clock_was and getattr(self._clock, self._playing):
             for playing in (False, True):
@@ -245,23 +247,23 @@ class Panel(Generic[S]):
         return snapshot
 
     def tick(self) -> None:
-        """Stay live from a training loop: call it after each batch. Draws at most four times a second.
+        """Update the view from a training loop: call this after each batch. It draws at most four times a second.
 
-        Without a front-end it prints a line each 10 s. Views that fail are logged.
+        Without a front-end it prints a line every 10 s. If a view fails, the error is logged.
         """
         now = time.monotonic()
         if now - self._shown_at < SHOW_EVERY_S:
             return
         try:
             self._print_line(self.refresh())
-        except Exception:  # a door: a view must not end the training
+        except Exception:  # a view that fails must not end the training
             logger.exception("cannot draw the panel; training continues")
             self._shown_at = now + RETRY_S
 
     def watch(self, seconds: float | None = None, every_s: float = 0.5) -> None:
-        """Keep the view live for ``seconds``, or until the swarm is left or you interrupt the cell.
+        """Update the view for ``seconds``, or until this peer leaves or you interrupt the cell.
 
-        Without a front-end, a line is printed each 10 s, and all pages at the end.
+        Without a front-end, a line is printed every 10 s, and all pages at the end.
         """
         if self._box is not None:
             from IPython.display import display
@@ -294,7 +296,7 @@ class Panel(Generic[S]):
 
 
 def make_button(description: str, icon: str, tooltip: str, clicked: Callable[[], None]) -> Any:
-    """Return a button; ``clicked`` must return at once."""
+    """Return a button; ``clicked`` must return immediately."""
     import ipywidgets
 
     button = ipywidgets.Button(description=description, icon=icon, tooltip=tooltip)
@@ -305,26 +307,26 @@ def make_button(description: str, icon: str, tooltip: str, clicked: Callable[[],
 
 
 def update_button(button: Any, **traits: object) -> None:
-    # a trait that keeps its value sends nothing
+    # if a trait has the new value already, nothing is sent
     for name, value in traits.items():
         setattr(button, name, value)
     _keep_listening(button)
 
 
 def _keep_listening(control: Any) -> None:
-    """Keep a control responsive while a cell runs, on kernels that can.
+    """Make a control work while a cell runs, if the kernel supports that.
 
-    ipykernel 7.4 handles clicks beside a busy cell only if no cell updated the widget: forget that.
+    ipykernel 7.4 handles a click during a cell only if no cell has updated the widget, so delete its note of updates.
     """
     if control.comm is not None:
         vars(control.comm).pop("_reply_subshell_id", None)
 
 
 def _interrupt_cell() -> None:
-    """Interrupt the running cell, as ■ does; on the main thread it has ended already."""
+    """Interrupt the running cell, as ■ does. If this runs on the main thread, the cell has ended already."""
     if threading.current_thread() is threading.main_thread():
         return
-    # a signal wakes the cell from a wait too
+    # a signal also interrupts a cell that waits
     if hasattr(signal, "pthread_kill"):
         signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
     else:

@@ -1,7 +1,7 @@
 """The platform of this process (Colab, Kaggle, …): its terms, front-end and end of session.
 
-Platforms end a session without notice. A peer that leaves some minutes earlier hands over its
-gradients, saves its experts and gives back its work units, so the others need no timeouts.
+Platforms end a session without notice. A peer that leaves some minutes earlier can hand over its
+gradients, save its experts and give back its work units, so the others need not wait for timeouts.
 """
 
 import asyncio
@@ -17,10 +17,10 @@ from colab_swarm.errors import TermsError, require
 from colab_swarm.events import EventLog, Notice
 from colab_swarm.snapshot import SessionTime
 
-LEAVE_BEFORE_S = 600.0  # time between leaving and the end of the session; less if the session ends soon
+LEAVE_BEFORE_S = 600.0  # time from leaving to the end of the session; less if the session ends soon
 _WARN_BEFORE_S = 600.0  # time between the warning and leaving
 Consent: TypeAlias = bool | Literal["tunnels"]
-"""What a user has agreed to: nothing, to train here, or also to the tunnels and relays of other companies."""
+"""A user's consent: none (False), to train here (True), or also to tunnels and relays of other companies."""
 WITHOUT_TUNNELS = (
     "No tunnel or relay is needed for a bucket, cs.create('my-run', mailbox='s3://bucket/folder', accept_terms=True), "
     "or for a friend who can be reached: `colab-swarm create my-run` there, and here "
@@ -38,12 +38,12 @@ class Platform:
     tunnels_if: str = (
         ""  # what the user confirms before tunnels and relays open; empty on machines of one's own
     )
-    alone: bool = False  # no other machine is in its network
+    alone: bool = False  # whether no other machine is in its local network
     limit_s: float | None = None  # longest duration of a session; None if unknown
-    lasting: str = ""  # the folder that outlives a session; empty if all folders do, or none
+    lasting: str = ""  # the folder that remains after a session; empty if all folders remain, or none
 
     def allows_tunnels(self, consent: Consent) -> bool:
-        """Return True if the user agreed to what tunnels and relays need here."""
+        """Return True if the user has given the consent that tunnels and relays need on this platform."""
         return consent == "tunnels" or (bool(consent) and not self.tunnels_if)
 
 
@@ -105,7 +105,7 @@ def in_kaggle() -> bool:
 
 
 def has_frontend() -> bool:
-    """Return True if widgets are visible; a kernel without a page forbids input."""
+    """Return True if a page shows widgets. This is known because a kernel without a page forbids input."""
     if not in_notebook() or find_spec("ipywidgets") is None:
         return False
     if os.environ.get("KAGGLE_KERNEL_RUN_TYPE") == "Batch":
@@ -117,7 +117,7 @@ def has_frontend() -> bool:
 
 
 def platform() -> Platform:
-    # before Colab: Kaggle's image is based on Colab's
+    # check Kaggle before Colab, because Kaggle's image is based on Colab's
     if in_kaggle():
         has_tpu = any(name.startswith("TPU_") for name in os.environ)
         return KAGGLE_TPU if has_tpu else KAGGLE
@@ -155,7 +155,7 @@ def require_tunnels(consent: Consent, service: str) -> None:
 
 
 def ways_out() -> str:
-    """Return what to do where nobody could reach a run that starts here."""
+    """Return advice for a machine on which no other peer could reach a new run."""
     here = platform()
     text = f"No other machine reaches {here.name} by itself. {WITHOUT_TUNNELS}. "
     if here.tunnels_if:
@@ -168,12 +168,12 @@ def ways_out() -> str:
 
 @dataclass(frozen=True)
 class SessionClock:
-    """Times are those of the runtime's loop, seconds."""
+    """The time limit of a platform's session. Times are those of the runtime's loop, in seconds."""
 
     platform: str  # for people
     began_at: float  # start of the session
     limit_s: float  # its longest duration
-    leave_before_s: float = LEAVE_BEFORE_S  # from when this peer leaves to the end of the session
+    leave_before_s: float = LEAVE_BEFORE_S  # time from leaving to the end of the session
 
     @classmethod
     def of(
@@ -184,7 +184,7 @@ class SessionClock:
             require(0 < session_hours < 1e6, f"session_hours={session_hours}: pass hours > 0")
             here = Platform("this machine", limit_s=3600 * session_hours)
             age_s = 0.0
-        # a session that is older than the limit is on a paid runtime, which lasts longer
+        # a session that is older than the limit runs on a paid runtime, which has a longer limit
         if here.limit_s is None or age_s >= here.limit_s:
             return None
         leave_before_s = min(LEAVE_BEFORE_S, (here.limit_s - age_s) / 2)
@@ -204,7 +204,7 @@ class SessionClock:
 
 
 async def wait_for_end(clock: SessionClock, events: EventLog) -> None:
-    """Wait until it is time to leave; emit `Notice` some minutes before, and then."""
+    """Wait until it is time to leave; emit a `Notice` some minutes before, and another one then."""
     loop = asyncio.get_running_loop()
     for warn_at in (clock.leaves_at - _WARN_BEFORE_S, clock.leaves_at):
         await asyncio.sleep(warn_at - loop.time())
@@ -213,11 +213,11 @@ async def wait_for_end(clock: SessionClock, events: EventLog) -> None:
 
 
 def session_age_s(proc: Path = Path("/proc")) -> float:
-    """Return the age of the first process (the container's), or of this one where that is hidden."""
+    """Return the age of the container's first process, or of this process if the first one is hidden."""
     for process in ("1", "self"):
         with contextlib.suppress(OSError, ValueError, IndexError):
             uptime_s = float((proc / "uptime").read_text().split()[0])
-            # field 22 of proc(5); the second one, a name in parentheses, may hold spaces
+            # field 22 of proc(5); field 2, a name in parentheses, may contain spaces
             fields = (proc / process / "stat").read_text().rpartition(")")[2].split()
             began_ticks = int(fields[19])
             return max(0.0, uptime_s - began_ticks / os.sysconf("SC_CLK_TCK"))

@@ -1,7 +1,7 @@
-"""The flight recorder: a peer's events as lines of JSON in one file; `replay` reads and draws it.
+"""The flight recorder: a peer's events as lines of JSON in one file, which `replay` reads and draws.
 
-A line is ``{"kind": …, "data": {…}}``: a `Header` starts each session, `Names` are the peers',
-other kinds are of `colab_swarm.events`. A thread writes, and a kill tears at most one line.
+A line is ``{"kind": …, "data": {…}}``. A `Header` starts each session, `Names` has the names of peers, and the other
+kinds are the events of `colab_swarm.events`. A thread writes the file, and a kill damages at most one line.
 """
 
 import logging
@@ -69,9 +69,10 @@ def _decoded(line: bytes) -> _Item:
 
 
 class Recorder(AbstractContextManager["Recorder"]):
-    """Writes a peer's events to a file until it is closed or full. Never raises once it runs.
+    """Writes a peer's events to a file until it is closed or full. After its start it never raises an error.
 
-    An older recording is continued; another file is a ValueError. ``names`` are by short id.
+    If the file has an earlier recording, it is continued. Raises ValueError if the file is not a recording. ``names``
+    returns the peers' names by short id.
     """
 
     def __init__(
@@ -89,7 +90,7 @@ class Recorder(AbstractContextManager["Recorder"]):
         self._file = self.path.open("a+b", buffering=0)
         if self._file.tell() > 0:
             self._check_recording()
-            # a kill may have torn the last line
+            # a kill may have left the last line incomplete
             self._file.write(b"\n")
         self._file.write(_encoded(header))
         self._queue: SimpleQueue[Event | None] = SimpleQueue()
@@ -113,7 +114,7 @@ class Recorder(AbstractContextManager["Recorder"]):
                 if not self.stopped:
                     self._record(event)
             except UnicodeEncodeError:
-                # the event has a file name that is not valid text
+                # skip an event with a file name that is not valid text
                 continue
             except Exception as error:
                 # a full disk or an unmounted drive must not end the training
@@ -123,7 +124,7 @@ class Recorder(AbstractContextManager["Recorder"]):
 
     def _record(self, event: Event) -> None:
         line = _encoded(event)
-        # `replay` would refuse a longer one
+        # `replay` would refuse a longer line
         if len(line) > MAX_LINE_BYTES:
             return
         new_names = dict(self._names().items() - self._written_names.items())
@@ -162,7 +163,7 @@ class Replay:
             lines = count(len(damaged), "line")
             self.note = f"{lines} left out, torn or of a newer version; the first is line {damaged[0]}"
         self.rounds = [event for event in self.events if isinstance(event, RoundFinished)]
-        # of a step that two sessions took, the last loss counts
+        # if two sessions took the same step, use the last loss
         losses: dict[int, float] = {}
         for event in self.events:
             if isinstance(event, StepFinished) and event.loss is not None:
@@ -170,7 +171,7 @@ class Replay:
         self.losses = sorted(losses.items())
 
     def _read(self, path: Path) -> list[int]:
-        """Add the file's lines; return the numbers of those that cannot be read."""
+        """Add the events of the file's lines; return the numbers of the lines that cannot be read."""
         damaged: list[int] = []
         with path.open("rb") as file:
             lines = iter(partial(file.readline, MAX_LINE_BYTES + 1), b"")
@@ -194,7 +195,7 @@ class Replay:
         return damaged
 
     def draw(self, chosen: int = -1) -> theme.Document:
-        """Return the run, with the round at index ``chosen`` in full."""
+        """Draw the run, with details of the round at index ``chosen``."""
         header = self.headers[-1]
         sessions = count(len(self.headers), "session")
         state = f"recorded by {plain(header.name, 40)}, {count(len(self.rounds), 'round')}, {sessions}"
@@ -232,9 +233,9 @@ class Replay:
 
 
 def replay(path: str | Path) -> Replay:
-    """Read a run that ``swarm.record(path)`` recorded; needs no swarm.
+    """Read a run that ``swarm.record(path)`` recorded; this needs no swarm.
 
-    Its ``events``, ``rounds`` and ``losses``, as (step, loss), are lists. Lines torn by a kill are
-    left out; its ``note`` says so. Another file is a ValueError.
+    The result has lists ``events``, ``rounds`` and ``losses``, the last as (step, loss). Lines that a kill left
+    incomplete are left out, and its ``note`` says so. Raises ValueError if the file is not a recording.
     """
     return Replay(Path(path))

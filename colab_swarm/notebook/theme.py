@@ -1,8 +1,8 @@
 """The style of all views, for light and dark pages, and `Document`, which draws each block as HTML and as text.
 
-Each view sets its own background and text colours, so it is readable on any page. Colours are those of Okabe and Ito,
-distinct for colour-blind people, with a contrast of 4.5 to 1 for text. No view uses colour alone.
-The functions are pieces of HTML: texts of other peers go through `markup.text` first.
+Each view sets its own background and text colours, so it is readable on any page. The colours are those of Okabe and
+Ito, which colour-blind people can distinguish, with a contrast of 4.5 to 1 for text. No view shows a fact by colour
+alone. The functions return pieces of HTML: texts of other peers must first go through `markup.text`.
 """
 
 import html
@@ -28,7 +28,7 @@ _BOTTOM = 36
 _TOP = 20
 _RIGHT = 12
 _TEXT_BAR = 20  # characters of a bar in text
-# the theme's blue; on a page without the theme, a blue for light and dark paper
+# the theme's blue; on a page without the theme, a blue for light and dark backgrounds
 LINE = "var(--blue,#2a78d6)"
 HUES = ("blue", "green", "amber", "red", "purple", "soft")
 LIGHT = (
@@ -39,9 +39,9 @@ DARK = (
     "--paper:#16191d;--card:#22272d;--ink:#e8eaed;--soft:#a8b1bb;--line:#3d444d;"
     "--blue:#56b4e9;--green:#2cc295;--amber:#eeb03a;--red:#ff8355;--purple:#e39bc4"
 )
-# A view fills the available width, at most 860 pixels, and scrolls if it needs more. It has no width of its own, which
-# would stretch the output around it. .cs-view.cs-view overrides a page's own rules for tables.
-# Dark: where the page says so (JupyterLab, Colab, VS Code), or where it says nothing and the browser does.
+# A view fills the available width, at most 860 pixels, and scrolls if it needs more. It sets no fixed width, because
+# that would stretch the output around it. .cs-view.cs-view overrides the page's rules for tables.
+# It is dark if the page says so (JupyterLab, Colab, VS Code), or if the page says nothing and the browser is dark.
 STYLE = (
     f".cs-view{{{LIGHT};box-sizing:border-box;width:0;min-width:min(100%,860px);overflow-x:auto;"
     "padding:10px 14px;background:var(--paper);"
@@ -95,12 +95,12 @@ def bar(part: float, label: str, hue: str = "blue") -> str:
 
 
 def mark(hue: str, symbol: str, words: str) -> tuple[str, str]:
-    """Return a cell: words behind their symbol, in their colour."""
+    """Return a cell with a symbol and then words, both in one colour."""
     return f"{symbol} {words}", f'<span class="{hue}">{symbol}&#160;{markup.text(words)}</span>'
 
 
 def stroke(begin: float, end: float, y: float, *, hue: str, dashes: str = "none", width: float = 4.0) -> str:
-    """Return a level line of a `drawing`, in pixels; ``dashes`` are as SVG has them."""
+    """Return a horizontal line of a `drawing`, in pixels; ``dashes`` have the form of SVG."""
     return (
         f'<path class="{hue}" d="M{begin:.1f} {y}H{end:.1f}" fill="none" stroke="currentColor" '
         f'stroke-width="{width:.1f}" stroke-dasharray="{dashes}"/>'
@@ -108,7 +108,7 @@ def stroke(begin: float, end: float, y: float, *, hue: str, dashes: str = "none"
 
 
 def drawing(width: int, height: int, inside: str, label: str = "") -> str:
-    """Return a small SVG that stands in a line; screen readers hear its ``label``, or nothing."""
+    """Return a small SVG that fits into a line of text; screen readers read its ``label``, if it has one."""
     role = 'aria-hidden="true"'
     title = ""
     if label:
@@ -175,7 +175,7 @@ class Document:
         self.draw(drawn)
 
     def figures(self, figures: Mapping[str, str]) -> None:
-        """Add figures, each under its name; a part after a line break is smaller."""
+        """Add figures, each below its name; the part after a line break is smaller."""
         cards = ""
         words = []
         for name, figure in figures.items():
@@ -196,7 +196,7 @@ class Document:
         what: str,
         numbers: Sequence[int] = (),
     ) -> None:
-        """Add a table of the first `MAX_ROWS` items, if any, and how many more ``what`` there are."""
+        """Add a table of the first `MAX_ROWS` items, if any, and a line that says how many more ``what`` there are."""
         plain_rows: list[list[str]] = []
         html_rows: list[list[str]] = []
         for item in items[:MAX_ROWS]:
@@ -223,7 +223,7 @@ class Document:
         return "\n".join(self._lines)
 
     def bundle(self, widget: Any = None) -> dict[str, Any]:
-        """Return what a cell shows: files the HTML, front-ends the widget (of ipywidgets 7 or 8)."""
+        """Return the output of a cell: files show the HTML, front-ends show the widget (of ipywidgets 7 or 8)."""
         bundle: dict[str, Any] = {"text/plain": self.text(), "text/html": self.html()}
         if widget is not None:
             view = {"model_id": widget.model_id, "version_major": 2, "version_minor": 0}
@@ -232,9 +232,9 @@ class Document:
 
 
 def curve(history: History, *, limit: History = (), label: str = "loss", across: str = "global step") -> str:
-    """Draw a curve, and its ``limit`` dashed; empty for fewer than two points.
+    """Draw a curve, and its ``limit`` as a dashed line; empty for fewer than two points.
 
-    ``label`` and ``across`` are the titles of its axes, as HTML.
+    ``label`` and ``across`` are the titles of the axes, as HTML.
     """
     points = _drawable(history)
     limit_points = _drawable(limit)
@@ -244,7 +244,7 @@ def curve(history: History, *, limit: History = (), label: str = "loss", across:
     last = max(points[-1][0], first + 1)
     values = [value for _, value in [*points, *limit_points]]
     low = min(values)
-    # a flat curve needs some height too
+    # a flat curve also needs some height
     high = max(*values, low + 1e-3 * (1 + abs(low)))
 
     def x(step: float) -> float:
@@ -290,13 +290,13 @@ def ticks(low: float, high: float, count: int) -> list[float]:
 
 
 def bounded(part: float) -> float:
-    # not for NaN
+    # this is False for NaN
     return min(part, 1.0) if part > 0 else 0.0
 
 
 def _drawable(history: History) -> list[tuple[float, float]]:
     """Return about `MAX_POINTS` of the points, the last one included."""
-    # this leaves NaN out too
+    # this also leaves out NaN
     points = [(step, value) for step, value in history if abs(value) < 1e6]
     if not points:
         return []

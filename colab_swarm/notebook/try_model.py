@@ -1,4 +1,4 @@
-"""Try a masked language model between two steps: its answers now beside those at first, a form."""
+"""Try a masked language model between two steps: a form, and answers of the present and of the first weights."""
 
 import sys
 import threading
@@ -23,7 +23,7 @@ _MAX_REPLIES = 20
 
 
 class ModelProbe:
-    """The models for `Swarm.try_model`: ``known`` unless another is passed, and their first weights."""
+    """Holds the model for `Swarm.try_model`, which is ``known`` unless another is passed, and its first weights."""
 
     def __init__(self) -> None:
         self.known: tuple[nn.Module, Any, Sequence[str]] | None = None  # model, tokenizer, questions
@@ -31,7 +31,7 @@ class ModelProbe:
         self._first_weights: dict[str, list[tuple[Tensor, Tensor]]] = {}
 
     def on_optimizer(self, name: str, optimizer: "SwarmOptimizer") -> None:
-        """Copy the parameters of ``optimizer``, which has caught up, in half precision."""
+        """Copy the parameters of ``optimizer`` in half precision, after the optimizer has caught up with the swarm."""
         parameters: list[Tensor] = []
         for group in optimizer.param_groups:
             parameters += [parameter for parameter in group["params"] if parameter.requires_grad]
@@ -63,7 +63,7 @@ class ModelProbe:
 
 
 class TryModel:
-    """A model that answers `ask`, and a form if ``live``; ``replies`` are its last answers."""
+    """A model that answers questions (`ask`), with a form if ``live``; ``replies`` are the last answers."""
 
     def __init__(self, ask: Callable[[str], list[Reply]], questions: Sequence[str], *, live: bool) -> None:
         self._ask = ask
@@ -73,7 +73,7 @@ class TryModel:
         self._box = self._form(questions[0]) if live else None
 
     def ask(self, question: str) -> list[Reply]:
-        """Return the answers; a ValueError without a gap, or if the model diverged."""
+        """Return the answers. Raises ValueError if the question has no mask, or if the model has diverged."""
         self.replies = self._ask(question)
         if self._box is not None:
             self._view.value = self._document().html()
@@ -126,7 +126,7 @@ def _in_words(guess: Guess) -> str:
 
 
 def cell_runs() -> bool:
-    """Return True while a cell runs: some kernels take clicks on another thread meanwhile."""
+    """Return True while a cell runs. Some kernels then handle clicks on another thread."""
     # IPython runs each cell on the main thread, in its function run_code
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     while frame is not None:

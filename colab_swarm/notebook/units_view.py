@@ -1,4 +1,4 @@
-"""The panels of work units, a coordinator's and a volunteer's. Pure functions."""
+"""Draw the panels of work units: that of a coordinator, and that of a volunteer. Pure functions."""
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from colab_swarm.workunits.client import VolunteerSnapshot
     from colab_swarm.workunits.state import JobStatus, VolunteerState
 
-_ACROSS = 100  # units in a line
+_ACROSS = 100  # units shown in one line
 MARKS = {
     "assimilated": "# done",
     "queued": "= to assimilate",
@@ -34,7 +34,7 @@ _HOW_TO = (
 
 
 def figures(status: "JobStatus") -> dict[str, str]:
-    """Return the known figures. The ETA is that of the epoch's last unit at the recent rate."""
+    """Return the known figures. The ETA is for the last unit of the epoch, at the recent rate."""
     figures = {}
     if status.accuracy is not None:
         name = "accuracy"

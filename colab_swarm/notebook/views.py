@@ -1,8 +1,8 @@
 """The pages of a swarm's panel, as text and HTML: overview, rounds and map. Pure functions.
 
-All texts of peers are escaped and bounded. A peer knows only its own links, so the map shows only
-these. A round is a waterfall with a lane for each member: what this peer sent it, the member's contribution
-to this peer's span, and the average that it returned. Later tracks cover earlier ones.
+All texts of peers are escaped and bounded. A peer knows only its own links, so the map shows only these. A round is
+drawn with a lane for each member, over time. A lane has three tracks: sending to the member, receiving the member's
+contribution to this peer's span, and receiving the average that the member computed. Later tracks cover earlier ones.
 """
 
 import math
@@ -24,11 +24,11 @@ MAX_NAME_CHARS = 40
 _REACHABLE = {True: "yes", False: "outgoing only", None: ""}
 _OVER = ("left", "finished")
 _SOON_S = 1800.0  # the view warns this long before a session's end
-RECENT = 20  # rounds to choose from
+RECENT = 20  # number of rounds to choose from
 # durations of a round that can be drawn
 _MIN_S = 1e-6
 _MAX_S = 1e6
-SLOTS = 40  # characters of a lane
+SLOTS = 40  # width of a lane, in characters
 _PAUSED = "Paused: your work has stopped and the others continue. Press Resume, or call swarm.unpause()."
 NONE_YET = "No averaging round has ended yet: peers average once they have a step's samples."
 GROUP = "forming the group"
@@ -129,7 +129,7 @@ def _when(snapshot: SwarmSnapshot) -> str:
 
 
 def _awaited(snapshot: SwarmSnapshot) -> str:
-    """Return what the run waits for, in words; empty if this peer sees none of it."""
+    """Return what the run waits for, in words; empty if this peer does not know."""
     if snapshot.state in _OVER:
         return ""
     if snapshot.silent:
@@ -181,7 +181,7 @@ def _figures(snapshot: SwarmSnapshot) -> dict[str, str]:
 
 
 def metrics(snapshot: SwarmSnapshot) -> list[Sample]:
-    """Return the figures for Prometheus; those of a model carry its name."""
+    """Return the figures for Prometheus; figures of a model have the model's name as a label."""
     run = {"run": snapshot.run}
     model = {**run, "collaboration": snapshot.model}
     links = [peer for peer in snapshot.peers if peer.connected]
@@ -193,7 +193,7 @@ def metrics(snapshot: SwarmSnapshot) -> list[Sample]:
         ("step", model, snapshot.step),
         ("compute_samples_per_second", model, snapshot.compute_samples_per_s),
     ]
-    # A backbone trains nothing, so it knows only what peers say of their computing.
+    # A backbone trains nothing, so it knows only the compute rates that peers report.
     if snapshot.samples_per_s:
         samples.append(("samples_per_second", model, snapshot.samples_per_s))
     if snapshot.loss_history:
@@ -241,7 +241,7 @@ def _loss(snapshot: SwarmSnapshot) -> str:
 
 
 def draw_map(snapshot: SwarmSnapshot) -> theme.Document:
-    """List this peer and the others with a line for each link: wider if faster, dashed through a relay."""
+    """List this peer and the others, with a line for each link: wider if it is faster, dashed if it uses a relay."""
     others = [peer for peer in snapshot.peers if not peer.me]
     links = [peer for peer in others if peer.connected]
     relayed = [peer for peer in links if peer.connected.startswith(RELAYED)]
@@ -299,7 +299,7 @@ class _Track(NamedTuple):
     character: str
     meaning: str
     hue: str
-    dashes: str  # of its line, in pixels
+    dashes: str  # dashes of the line, in pixels
 
 
 _TRACKS = {
@@ -308,7 +308,7 @@ _TRACKS = {
     "received": _Track("▒", "received from it", "amber", "7 3"),
     "means": _Track("▓", "average received", "green", "2 2"),
 }
-"""By the field of `MemberTrace`; empty for the time before the averaging."""
+"""How to draw the fields of `MemberTrace`; the empty name stands for the time before the averaging."""
 _LANE = 320  # width of a lane, pixels
 
 
@@ -330,7 +330,7 @@ def draw_rounds(snapshot: SwarmSnapshot, back: int = 0) -> theme.Document:
 def draw_waterfall(
     document: theme.Document, finished: RoundFinished | None, names: Mapping[str, str]
 ) -> None:
-    """Draw a round, None if there was none; ``names`` are by the peers' short ids."""
+    """Draw a round, or nothing if ``finished`` is None; ``names`` are by the peers' short ids."""
     if finished is None:
         document.note(NONE_YET)
         return
@@ -378,7 +378,7 @@ def _outcome(member: MemberTrace, names: Mapping[str, str]) -> theme.Cell:
 
 
 def _plausible(finished: RoundFinished) -> RoundFinished:
-    """Return the round with times that can be drawn: a recording may hold anything."""
+    """Return the round with times that can be drawn, because a recording may contain any numbers."""
     seconds = _MIN_S
     if 0 < finished.seconds < _MAX_S:
         seconds = finished.seconds
@@ -428,7 +428,7 @@ def _lane(member: MemberTrace, finished: RoundFinished) -> theme.Cell:
         slots[first:last] = track.character * (last - first)
         span = f"{_seconds(begin * finished.seconds)} to {_seconds(end * finished.seconds)}"
         labels.append(f"{track.meaning}: {span}")
-        # the first two tracks share a row, as sending begins when the group is formed
+        # the first two tracks share a row, because sending begins when the group is formed
         y = 5 * max(row - 1, 1) - 2
         end_px = max(_LANE * end, _LANE * begin + 4)
         lines += theme.stroke(_LANE * begin, end_px, y, hue=track.hue, dashes=track.dashes)

@@ -3,8 +3,8 @@
 Axes: B samples of a batch, L positions of a sample. A sample is ``[CLS] first [SEP] second [SEP]``:
 two neighbouring pieces of text, swapped with probability one half.
 
-Sources are streamed by shards, as in sahajBERT's run (DeDLOC, section 3.3): each document comes
-from one source, drawn by probability, and samples are drawn from a buffer of its passages.
+Sources are streamed by shards, as in sahajBERT's run (DeDLOC, section 3.3). For each document, a source is drawn
+with a probability. The passages of documents go into a buffer, from which samples are drawn at random.
 """
 
 import hashlib
@@ -40,7 +40,7 @@ Sample: TypeAlias = "tuple[Sequence[int], Sequence[int], bool]"
 
 
 def peer_seed(seed: int, peer: bytes) -> int:
-    """Return a seed for one peer that is the same in every process, unlike ``hash()``."""
+    """Return a seed for one peer that, unlike ``hash()``, is the same in every process."""
     salt = seed.to_bytes(16, "big", signed=True)
     return int.from_bytes(hashlib.blake2b(peer, digest_size=7, salt=salt).digest())
 
@@ -51,7 +51,7 @@ def check_sizes(batch_size: int, sequence_length: int) -> None:
 
 
 class Collator:
-    """Turns samples of at most L - 3 tokens into batches: special tokens, padding, masks by ``seed``."""
+    """Turns samples of at most L - 3 tokens into batches: adds special tokens, padding, and masks by ``seed``."""
 
     def __init__(self, tokenizer: "PreTrainedTokenizerFast", sequence_length: int, seed: int) -> None:
         self.generator = torch.Generator().manual_seed(seed)
@@ -82,7 +82,7 @@ class Collator:
     def mask(self, input_ids: Tensor) -> tuple[Tensor, Tensor]:
         """Hide 15 % of each sample's tokens, at least one: 80 % masked, 10 % replaced, 10 % unchanged.
 
-        Return input and labels, both (B, L); labels are `IGNORED` where nothing is predicted.
+        Returns input and labels, both (B, L); labels are `IGNORED` where no token is predicted.
         """
         chance = torch.rand(input_ids.shape, generator=self.generator)
         chance[torch.isin(input_ids, self._specials)] = 2.0
@@ -95,12 +95,16 @@ class Collator:
         return masked.where(~(hidden & (fate >= 0.9)), noise), labels
 
 
-EMPTY_S = 25.0  # between a pass in which a source gave nothing, and the next one
+EMPTY_S = 25.0  # pause after a pass in which a source gave no document
 CLOSE_S = 5.0
 AHEAD = 8
-CHECK_S = 0.2  # A consumer wakes up this often, so that an interrupt reaches it on Windows too.
-FIRST_PASSAGES = 256  # before the first sample; then two for each one drawn, until the buffer is full
-PATIENCE_DOCUMENTS = 10_000  # without a passage: the text is useless for sentence-order prediction
+CHECK_S = 0.2  # a consumer that waits wakes up this often, so that an interrupt also reaches it on Windows
+FIRST_PASSAGES = (
+    256  # passages read before the first sample; then two for each sample, until the buffer is full
+)
+PATIENCE_DOCUMENTS = (
+    10_000  # if so many documents have no passage, the text cannot be used for sentence order
+)
 
 
 @dataclass(frozen=True)
@@ -108,17 +112,18 @@ class StreamPosition:
     """A reader's position in an endless stream."""
 
     pass_number: int = 0
-    shard: int = 0  # in the order of this pass
-    documents: int = 0  # read of the shard
-    given: int = 0  # in the whole pass
+    shard: int = 0  # number of the shard in the order of this pass
+    documents: int = 0  # documents read from the shard
+    given: int = 0  # documents read in the whole pass
 
 
 class ShardReader(Iterator[str]):
     """An endless iterator over the documents of one source; each pass shuffles its shards again.
 
-    The rest of a shard that breaks is skipped with a warning: `datasets` has tried a lost connection again
-    by then, for 100 s. After a pass without a document ``wait(EMPTY_S)`` waits, or returns True to stop by
-    `Stopped`. Without ``wait``, errors are raised at once. `ValueError` if the first pass gave no document.
+    If reading a shard fails, its remaining documents are skipped with a warning. Before that, `datasets` has tried to
+    restore a lost connection for 100 s. After a pass without a document, ``wait(EMPTY_S)`` is called. It waits, or
+    returns True; then `Stopped` is raised. Without ``wait``, errors are raised immediately. Raises `ValueError` if the
+    first pass gave no document.
     """
 
     def __init__(
@@ -164,7 +169,7 @@ class ShardReader(Iterator[str]):
                 yield document
         except Stopped:
             raise
-        except Exception as error:  # datasets, fsspec, aiohttp and pyarrow raise many kinds
+        except Exception as error:  # datasets, fsspec, aiohttp and pyarrow raise many kinds of errors
             if self._wait is None:
                 raise
             at = self.position
@@ -177,10 +182,10 @@ def _joined(shard: Shard) -> Iterator[str]:
 
 
 class TextMix:
-    """Documents of a text, or of sources by weight, as ``{"wiki": 0.23}``; see `open_text`.
+    """The documents of one text, or of a mix of sources with weights, such as ``{"wiki": 0.23}``; see `open_text`.
 
-    Short rows of a text are joined, and its errors are raised at once. Sources of a mix come from
-    the network: their rows are documents, and what breaks is skipped; see `ShardReader`.
+    The short rows of one text are joined, and its errors are raised immediately. The sources of a mix come from
+    the network: each row is a document, and shards that cannot be read are skipped; see `ShardReader`.
     """
 
     def __init__(
@@ -217,7 +222,7 @@ class TextMix:
         return {reader.name: (reader.count, *astuple(reader.position)) for reader in self._readers}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a state; ValueError if it is of other sources, or they have changed."""
+        """Continue from a state. Raises ValueError if it belongs to other sources, or if the sources have changed."""
         if set(state) != set(self.sources):
             raise ValueError(f"a state of {', '.join(state)} does not fit sources {', '.join(self.sources)}")
         for reader in self._readers:
@@ -229,12 +234,12 @@ class TextMix:
 
 
 class MixedBatches(Iterator[Batch]):
-    """An endless iterator of batches, ready for ``model(**batch)``; can be resumed exactly.
+    """An endless iterator of batches for ``model(**batch)``; it can be resumed exactly.
 
-    A batch holds int64 CPU tensors: ``input_ids``, ``attention_mask``, ``token_type_ids`` and ``labels``
-    of shape (B, L), and ``sentence_order_label`` (B,), 1 where the pieces were swapped. The pieces are
-    whole sentences where they fit. The tokenizer has pad, cls, sep and mask tokens. The seed
-    (`peer_seed`) is for the order, the swaps and the masks. Raises `ValueError` if a size is too small.
+    A batch consists of int64 CPU tensors: ``input_ids``, ``attention_mask``, ``token_type_ids`` and ``labels``
+    of shape (B, L), and ``sentence_order_label`` (B,), which is 1 if the pieces were swapped. The pieces are
+    whole sentences if these fit. The tokenizer must have pad, cls, sep and mask tokens. The seed
+    (`peer_seed`) determines the order, the swaps and the masks. Raises `ValueError` if a size is too small.
     """
 
     def __init__(
@@ -289,7 +294,7 @@ class MixedBatches(Iterator[Batch]):
         return self._held.pop()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state with all passages in four tensors: a tensor for each would be slow to save."""
+        """Return the state. All passages are in four tensors, because a tensor for each would be slow to save."""
         state = {
             "sequence_length": self.sequence_length,
             "vocabulary": len(self.tokenizer),
@@ -305,7 +310,7 @@ class MixedBatches(Iterator[Batch]):
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a state; ValueError if its sources, tokenizer or length are others."""
+        """Continue from a state. Raises ValueError if its sources, tokenizer or length are different."""
         for name, own in (("sequence_length", self.sequence_length), ("vocabulary", len(self.tokenizer))):
             if state[name] != own:
                 raise ValueError(f"a state with {name}={state[name]} does not fit {name}={own}")
@@ -321,13 +326,14 @@ class MixedBatches(Iterator[Batch]):
 
 
 class StreamedBatches(Iterator[Batch]):
-    """Batches of a source, of which a thread makes `AHEAD` ahead; `albert` returns them for a mix of sources.
+    """Batches that a thread prepares, `AHEAD` batches ahead of their use; `albert` returns them for a mix of sources.
 
     Save ``state_dict()`` in this peer's checkpoint. A peer with the same sources, tokenizer and seed
     resumes with exactly the next batch. An error of the source is raised after the batches made before it.
 
-    The thread starts with the first batch and ends with ``close()``, or when this object is collected.
-    Both set ``stop``, so that a waiting source can stop, and wait up to `CLOSE_S`. Then iteration ends.
+    The thread starts with the first batch. It ends with ``close()``, or when this object is garbage-collected. In both
+    cases ``stop`` is set, so that a waiting source can stop, and the thread has at most `CLOSE_S` to end. Then the
+    iteration ends.
     """
 
     def __init__(self, source: MixedBatches, stop: threading.Event) -> None:
@@ -338,7 +344,7 @@ class StreamedBatches(Iterator[Batch]):
         self._orders: SimpleQueue[Future[Batch] | None] = SimpleQueue()
         work = (source, self._orders, stop)
         self._thread = threading.Thread(target=_make, args=work, name="prefetch", daemon=True)
-        # also at exit: a thread killed within pyarrow would crash the process
+        # called also at exit, because a thread that is killed inside pyarrow would crash the process
         self.close = weakref.finalize(self, _close, stop, self._orders, self._thread)
 
     def __repr__(self) -> str:
@@ -355,12 +361,12 @@ class StreamedBatches(Iterator[Batch]):
             self._orders.put(order)
         while not self._ahead[0].done():
             wait([self._ahead[0]], CHECK_S)
-        batch = self._ahead[0].result()  # an error stays the first, and is raised again
+        batch = self._ahead[0].result()  # an error stays in the queue, so it is raised again
         self._ahead.popleft()
         return batch
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state after the last batch taken. Waits for those being made."""
+        """Return the state after the last batch that was taken. Waits for the batches that are being made."""
         wait(self._ahead)
         made = [order.result() for order in self._ahead if order.exception() is None]
         return {"source": self._source.state_dict(), "ahead": made}
@@ -380,7 +386,7 @@ def _make(source: MixedBatches, orders: "SimpleQueue[Future[Batch] | None]", sto
             if stop.is_set():
                 raise Stopped
             order.set_result(next(source))
-        except Exception as error:  # raised on the consumer's thread
+        except Exception as error:  # the error is raised on the consumer's thread
             order.set_exception(error)
 
 

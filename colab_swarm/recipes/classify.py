@@ -22,7 +22,7 @@ class Pixels(nn.Module):
 
 
 class PreActivation(nn.Module):
-    """Residual block of ResNetV2: norm, activation, convolution, twice; halves the size if it widens."""
+    """Residual block of ResNetV2: twice norm, activation, convolution. A block that adds channels halves the size."""
 
     def __init__(self, channels: int, out: int) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ class PreActivation(nn.Module):
 
 
 def resnet(shape: tuple[int, int, int], classes: int) -> nn.Module:
-    """Return a ResNetV2 of 8 layers for small images; the paper's has 552."""
+    """Return a ResNetV2 of 8 layers for small images; that of the paper has 552 layers."""
     widths = [WIDTH, WIDTH, 2 * WIDTH, 4 * WIDTH]
     stem = nn.Conv2d(shape[0], WIDTH, 3, padding=1, bias=False)
     blocks = [PreActivation(*pair) for pair in pairwise(widths)]
@@ -56,7 +56,7 @@ def perceptron(shape: tuple[int, int, int], classes: int) -> nn.Module:
 
 
 def shape_of(data: str | Path = "digits") -> tuple[int, int, int]:
-    """Return channels, height and width of the images in ``data``: see `classification_job`."""
+    """Return channels, height and width of the images in ``data``; see `classification_job`."""
     if data == "digits":
         return 1, 8, 8
     _, height, width, *channels = np.load(data)["x_train"].shape
@@ -104,7 +104,7 @@ def _digits(part: str) -> tuple[Any, Any]:
 
     pixels, labels = load_digits(return_X_y=True)
     order = np.random.default_rng(0).permutation(len(labels))
-    held_out = len(labels) // 5  # always the same ones
+    held_out = len(labels) // 5  # always the same samples
     chosen = order[:held_out] if part == "test" else order[held_out:]
     return (pixels[chosen] * 15).reshape(-1, 8, 8), labels[chosen]
 

@@ -1,4 +1,4 @@
-"""How well a pretrained model does downstream: named entities and news categories, as in DeDLOC's Table 2.
+"""Score a pretrained model on downstream tasks: named entities and news categories, as in DeDLOC's Table 2.
 
 A model is fine-tuned on the train split of a data set. The loss on the validation split chooses the epoch, and
 the test split gives the score. Settings are those of DeDLOC's published scripts.
@@ -22,13 +22,13 @@ if TYPE_CHECKING:
     from transformers import EvalPrediction, PreTrainedTokenizerFast
 
 Entity: TypeAlias = tuple[str, int, int]
-"""A kind, the first word, and the word after the last."""
+"""The kind of an entity, the index of its first word, and the index after its last word."""
 SPLITS = ("train", "validation", "test")
 
 
 @dataclass(frozen=True)
 class DownstreamTask:
-    """A task of Table 2: its data set on the Hub (``name:configuration``), and the columns there."""
+    """A task of Table 2: its data set on the Hub (``name:configuration``), and the columns of the data set."""
 
     data: str
     inputs: str
@@ -52,9 +52,9 @@ TABLE_COLUMNS = ("model", "entity F1: paper", "here", "accuracy: paper", "here")
 
 @dataclass(frozen=True)
 class DownstreamSettings:
-    """Settings of the paper's fine-tuning. The sum of micro-batches is the batch, so a small GPU trains the same.
+    """Settings of the paper's fine-tuning. A batch is a sum of micro-batches, so a small GPU gives the same result.
 
-    Training ends early when the validation loss did not fall by ``threshold`` for ``patience`` epochs.
+    Training ends early if the validation loss has not fallen by ``threshold`` for ``patience`` epochs.
     """
 
     learning_rate: float = 1e-5
@@ -68,9 +68,9 @@ class DownstreamSettings:
 
 
 def entities(tags: Sequence[str]) -> set[Entity]:
-    """Return the entities of one sentence in IOB2, as seqeval and CoNLL's script see them.
+    """Return the entities of one sentence in IOB2, by the rules of seqeval and of CoNLL's script.
 
-    A broken sequence has entities too: an ``I-`` tag begins one if none of its kind goes on.
+    A broken sequence also has entities: an ``I-`` tag begins an entity unless it continues one of its kind.
     """
     complete = set()
     kind = None
@@ -87,7 +87,7 @@ def entities(tags: Sequence[str]) -> set[Entity]:
 
 
 def entity_f1(true: Iterable[Sequence[str]], predicted: Iterable[Sequence[str]]) -> float:
-    """Return F1 over all entities of all sentences: one counts if its kind and both its borders are right."""
+    """Return F1 over all entities of all sentences. An entity is correct if its kind and both borders are correct."""
     right = 0
     total = 0
     for true_tags, predicted_tags in zip(true, predicted, strict=True):
@@ -132,14 +132,14 @@ def load_splits(data: str, task: DownstreamTask) -> Any:
 def label_names(splits: Any, task: DownstreamTask) -> list[str]:
     """Return the labels' names in the order of their numbers; empty if the data set has none."""
     labels = splits["train"].features[task.labels]
-    label = getattr(labels, "feature", labels)  # of a list
+    label = getattr(labels, "feature", labels)  # the labels may be in a list
     return list(getattr(label, "names", ()))
 
 
 def encode(
     row: Mapping[str, Any], tokenizer: "PreTrainedTokenizerFast", task: DownstreamTask, max_length: int
 ) -> dict[str, Any]:
-    """Return a row as a model's inputs. The first token of a word has its tag; the others are `IGNORED`."""
+    """Return a row as inputs of a model. The first token of a word has the word's tag; the others are `IGNORED`."""
     inputs = row[task.inputs]
     label = row[task.labels]
     by_word = isinstance(inputs, list)
@@ -198,10 +198,10 @@ def evaluate(
         task: ``"ner"``, named entities by entity F1; or ``"ncc"``, news categories by accuracy.
         data: a data set on the Hub (``name:configuration``) or a folder of that layout; empty: the paper's.
         settings: of the fine-tuning; None: the paper's.
-        folder: gets the fine-tuned model and its tokenizer, in a folder with the task's name.
+        folder: where the fine-tuned model and its tokenizer are saved, in a folder with the task's name.
 
     Raises:
-        ValueError: the task is unknown, or model or data cannot be used.
+        ValueError: the task is unknown, or the model or the data cannot be used.
     """
     require(task in TASKS, f"task={task!r} is none of {', '.join(TASKS)}")
     import transformers as hf
@@ -256,7 +256,7 @@ def evaluate(
 
 @dataclass(frozen=True)
 class DownstreamTable:
-    """Scores beside DeDLOC's Table 2, in percent: a table in a notebook, text when printed."""
+    """Scores compared with DeDLOC's Table 2, in percent: a table in a notebook, text when printed."""
 
     scores: Sequence[DownstreamScore]
 

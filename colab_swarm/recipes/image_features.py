@@ -3,9 +3,9 @@
 Views of one image predict each other's cluster. Shapes: N images, B samples, V views, C = 3
 channels, H x W pixels, D features, K prototypes.
 
-A swarm agrees on the parameters only. So prototypes are normalized where they are used, batches by
-their own statistics, as in data parallelism, and the queue of earlier features is local ("for each
-worker"); it counts from a fixed global step on, so all peers start using it together.
+The peers of a swarm share only the parameters. So prototypes are normalized when they are used. Batches are
+normalized by their own statistics, as in data parallelism. Each peer has its own queue of earlier features ("for each
+worker"). The queue is used from a fixed global step on, so all peers begin to use it together.
 """
 
 import copy
@@ -33,13 +33,15 @@ ImageSource: TypeAlias = "str | Path | Tensor | NDArray[Any] | Sequence[Any]"
 
 
 def open_images(images: ImageSource) -> Sequence[Any]:
-    """Return a source of images as a sequence for `as_image`, which loads each when it is needed.
+    """Return a source of images as a sequence for `as_image`; each image is loaded when it is needed.
 
     Args:
-        images: ``"digits"`` (scikit-learn's 1,797 handwritten digits); a folder, searched for image
+        images: ``"digits"`` (scikit-learn's 1,797 handwritten digits); a folder, which is searched for image
             files at all depths; a folder or hub name for `datasets.load_dataset` (``train`` split); a
-            data set that is not streamed; an array (N, H, W), (N, H, W, C) or (N, C, H, W); a
-            sequence. `ValueError` if there is no image, or the data set cannot be loaded.
+            data set that is not streamed; an array (N, H, W), (N, H, W, C) or (N, C, H, W); or a sequence.
+
+    Raises:
+        ValueError: there is no image, or the data set cannot be loaded.
     """
     rows: Any = _named(images) if isinstance(images, str | Path) else images
     require(len(rows), f"no image in {images!s:.80}: give at least one")
@@ -68,7 +70,7 @@ def _named(images: str | Path) -> Any:
 
 
 def as_image(image: Any) -> Tensor:
-    """Return an image as uint8 (3, H, W), floats scaled from [0, 1]; ValueError if its shape is wrong."""
+    """Return an image as uint8 (3, H, W); floats are scaled from [0, 1]. Raises ValueError if its shape is wrong."""
     if isinstance(image, Path):
         from PIL import Image
 
@@ -95,7 +97,7 @@ ASPECT = (3 / 4, 4 / 3)
 
 @dataclass(frozen=True)
 class Crops:
-    """One kind of view: ``count`` per image, ``size_px`` wide, of a random share in ``area`` of it."""
+    """One kind of view: ``count`` per image, ``size_px`` wide; a view covers a random fraction, in ``area``, of it."""
 
     count: int
     size_px: int
@@ -103,7 +105,7 @@ class Crops:
 
 
 def random_view(image_CHW: Tensor, crops: Crops, flip: float, rng: torch.Generator) -> Tensor:
-    """Crop a uint8 image at random place, area and aspect; the view is a float32 square in [0, 1]."""
+    """Crop a uint8 image with random position, area and aspect ratio; the view is a float32 square in [0, 1]."""
     _, height, width = image_CHW.shape
     area_u, aspect_u, top_u, left_u, flip_u = torch.rand(5, generator=rng).tolist()
     area = height * width * (crops.area[0] + area_u * (crops.area[1] - crops.area[0]))
@@ -144,7 +146,7 @@ def _grey(views: Tensor) -> Tensor:
 
 
 def _jitter(views: Tensor, strength: float, rng: torch.Generator) -> Tensor:
-    """Brightness, contrast, saturation, hue; the hue is rotated in YIQ, a linear approximation of HSV."""
+    """Change brightness, contrast, saturation and hue; the hue is rotated in YIQ, a linear approximation of HSV."""
     low = max(0.0, 1 - 0.8 * strength)
     high = 1 + 0.8 * strength
     views = (views * _uniform(views, low, high, rng)).clamp(0, 1)
@@ -180,7 +182,7 @@ class SwavSize:
     flip: float = 0.5  # probabilities of flip, grey and blur
     grey: float = 0.2
     blur: float = 0.5
-    blur_px: tuple[float, float] = (0.1, 2.0)  # its least and largest deviation
+    blur_px: tuple[float, float] = (0.1, 2.0)  # least and largest standard deviation of the blur
     colour: float = 1.0  # strength of the jitter
     hidden: int = 2048  # width of the projection's hidden layer
     features: int = 128  # D
@@ -188,8 +190,10 @@ class SwavSize:
     temperature: float = 0.1
     epsilon: float = 0.05  # of Sinkhorn-Knopp; see `balance`
     iterations: int = 3
-    queue: int = 3840  # earlier samples that assignments include, for batches small compared to K; 0: none
-    queue_from_step: int = 4_692  # features change too fast before
+    queue: int = (
+        3840  # earlier samples that assignments include, because batches are small compared to K; 0: none
+    )
+    queue_from_step: int = 4_692  # before this step, features change too fast for the queue
 
 
 RESNET50 = SwavSize({}, large=Crops(2, 224, (0.14, 1.0)), small=Crops(6, 96, (0.05, 0.14)))
@@ -211,7 +215,7 @@ SIZES = {
     "resnet50": RESNET50,
     "dedloc": replace(RESNET50, epsilon=0.03, queue_from_step=3_062),
 }
-"""SwAV's size, DeDLOC's, and one that learns digits within seconds on one CPU core.
+"""The size of SwAV, that of DeDLOC, and a tiny size that learns digits within seconds on one CPU core.
 
 DeDLOC's code starts the queue after 98,000 micro-batches of 64 at each worker, and frees the prototypes after
 5,005. With its 16 equal workstations these are 3,062 and 156 global steps of 32,768 samples.
@@ -220,7 +224,7 @@ DeDLOC's code starts the queue after 98,000 micro-batches of 64 at each worker, 
 
 @dataclass(frozen=True)
 class SwavOutput:
-    """The loss, and how many prototypes have a sample; few indicate a collapse."""
+    """The loss, and how many prototypes have a sample; a small number indicates a collapse."""
 
     loss: Tensor
     assigned: int
@@ -250,8 +254,8 @@ class Swav(nn.Module):
     ) -> SwavOutput:
         """Compute the loss of a batch.
 
-        ``large_crops`` (B, V, C, H, W) are each predicted from all other views, ``small_crops``
-        (B, V, C, h, w) only predict. ``step`` is the ``optimizer.global_step``; None: no queue.
+        Each of the ``large_crops`` (B, V, C, H, W) is predicted from all other views; ``small_crops``
+        (B, V, C, h, w) are only used to predict. ``step`` is the ``optimizer.global_step``; None: no queue.
         """
         large_VBD = self._project(large_crops)
         if small_crops is None:
@@ -267,14 +271,14 @@ class Swav(nn.Module):
         return SwavOutput(losses_TV[others_TV].mean(), len(used))
 
     def _project(self, crops_BVCHW: Tensor) -> Tensor:
-        """Unit vectors (V, B, D); all views of one size go through the network together."""
+        """Return unit vectors (V, B, D); all views of one size go through the network together."""
         pixels = crops_BVCHW.transpose(0, 1).flatten(0, 1)
         features = F.normalize(self.projection(self.backbone(pixels).pooler_output.flatten(1)))
         return features.view(crops_BVCHW.shape[1], crops_BVCHW.shape[0], -1)
 
     @torch.no_grad()
     def _assign(self, large_VBD: Tensor, prototypes_KD: Tensor, step: int | None) -> Tensor:
-        """Assign the large views, (V, B, K); a full queue is balanced with them."""
+        """Return the assignments of the large views, (V, B, K); a full queue is balanced together with them."""
         size = self.size
         if self._queue_VQD is None:
             former_VQD = large_VBD[:, :0]
@@ -292,8 +296,8 @@ class Swav(nn.Module):
 def balance(scores: Tensor, *, epsilon: float, iterations: int) -> Tensor:
     """Assign samples to prototypes so that all are used equally (Sinkhorn-Knopp; SwAV, equation 3).
 
-    Float32 logarithms neither overflow nor divide by zero with a small epsilon or half precision. In the
-    result (…, B, K), rows sum to 1, columns to about B / K; at epsilon 0 a sample gets one prototype.
+    Logarithms in float32 avoid overflow and division by zero with a small epsilon or half precision. In the
+    result (…, B, K), rows sum to 1 and columns to about B / K; with epsilon 0 each sample gets one prototype.
     """
     logs = scores.float() / epsilon
     for _ in range(iterations):
@@ -304,7 +308,7 @@ def balance(scores: Tensor, *, epsilon: float, iterations: int) -> Tensor:
 
 @dataclass(frozen=True)
 class SwavSettings:
-    """SwAV's settings for ImageNet (appendix A): 10 epochs of warm-up, then a cosine, 800 in all."""
+    """SwAV's settings for ImageNet (appendix A): 10 epochs of warm-up, then a cosine schedule; 800 epochs in all."""
 
     lr: float = 4.8
     trust: float = 1e-3
@@ -336,7 +340,10 @@ SETTINGS = {
         target_batch_size=32_768,
     ),
 }
-"""By size. DeDLOC trained with another batch than SwAV (section 4.1), and with the rates of its published code."""
+"""The settings by size. DeDLOC trained with another batch size than SwAV (section 4.1).
+
+Its learning rates are those of its published code.
+"""
 
 
 def _batches(images: Sequence[Any], size: SwavSize, batch_size: int, rng: torch.Generator) -> Batches:
@@ -370,14 +377,14 @@ def swav(
     """Return an untrained SwAV and endless batches: ``large_crops`` and ``small_crops``, each float32 (B, V, C, H, W).
 
     Minimize ``model(**batch, step=optimizer.global_step).loss`` with `swav_optimizer`. Peers with
-    the same ``size`` and ``seed`` get equal parameters. A `ValueError` if an argument is unusable.
+    the same ``size`` and ``seed`` get equal parameters. Raises `ValueError` if an argument is unusable.
 
     Args:
         size: ``"tiny"``, ``"resnet50"``, or ``"dedloc"``, a ResNet-50 with DeDLOC's settings.
         images: see `open_images`.
-        swarm: its ``id`` seeds this peer's order.
-        batch_size: samples of one micro-batch, in which batches are normalized, assignments balanced.
-        seed: of the initial parameters and, with the peer's id, of the batches.
+        swarm: the swarm of this peer, whose ``id`` seeds the order of the images.
+        batch_size: samples of one micro-batch; features are normalized, and assignments balanced, over these.
+        seed: seed of the initial parameters and, together with the peer's id, of the batches.
     """
     require(size in SIZES, f"size={size!r} is none of {', '.join(SIZES)}")
     require(batch_size >= 2, f"batch_size={batch_size}: batch normalization needs at least 2")
@@ -391,8 +398,8 @@ def swav(
 def swav_optimizer(model: Swav, settings: SwavSettings | str = "tiny") -> tuple[Lars, LambdaLR]:
     """Return LARS and its schedule, for ``swarm.optimizer(optimizer, scheduler=scheduler, …)``.
 
-    ``settings`` are your own, or those of the named size. A learning rate of 0 freezes the
-    prototypes for the first global steps, at all peers alike.
+    ``settings`` are your own, or the name of a size. A learning rate of 0 freezes the
+    prototypes for the first global steps, in the same way at all peers.
     """
     if isinstance(settings, str):
         chosen = SETTINGS[settings]
@@ -418,7 +425,7 @@ def swav_optimizer(model: Swav, settings: SwavSettings | str = "tiny") -> tuple[
 def embed(model: Swav, images: ImageSource, *, size_px: int, batch_size: int = 256) -> Tensor:
     """Return the features of images, resized to ``size_px``: (N, width of the ResNet's last stage), on CPU.
 
-    Batch normalization's statistics are first measured on these images: equal features at all peers.
+    The statistics of batch normalization are first measured on these images, so that all peers get equal features.
     """
     backbone = copy.deepcopy(model.backbone)
     source = (open_images(images), size_px, batch_size)

@@ -1,4 +1,4 @@
-"""ALBERT as sahajBERT trained it: model, batches, optimizer, micro-batch; and how well it does.
+"""ALBERT with the training settings of sahajBERT: model, batches, optimizer, micro-batch, and evaluation.
 
 Memory of training ALBERT, in float32 values (H hidden size, N layers, V vocabulary, P parameters):
 
@@ -6,12 +6,13 @@ Memory of training ALBERT, in float32 values (H hidden size, N layers, V vocabul
 - per token and layer 28 H for the backward pass: 8 H for the layer's input, queries, keys, values,
   attention and layer norms, and 20 H for the feed-forward part, 4 H wide, of which ``gelu_new``
   keeps five stages;
-- per token 3 V: logits, their softmax, and its gradient.
+- per token 3 V: logits, their softmax, and the gradient of the softmax.
 
-With checkpointing a layer keeps only its input, H per token, and one layer at a time is recomputed.
-Half precision needs less; its micro-batch is chosen as for float32.
+With checkpointing, a layer keeps only its input, H per token, and one layer at a time is recomputed.
+Half precision needs less memory, but the micro-batch is chosen as for float32.
 
-An evaluation gives each module its mode back. Evaluate between two steps, on the training thread.
+After an evaluation, each module has the mode (training or evaluation) that it had before. Evaluate between two steps,
+on the training thread.
 """
 
 import functools
@@ -55,21 +56,21 @@ EXAMPLES = {
     ),
     "bn": ("বাংলাদেশের রাজধানী [MASK]।", "আমি [MASK] খাই।"),
 }
-"""What to ask by default, by text or language."""
+"""The questions that are asked by default, by text or language."""
 Batches: TypeAlias = MixedBatches | StreamedBatches
 MAX_POSITIONS = 512
 VALUE_BYTES = 4
 LAYER_VALUES = 28
 RESERVED_BYTES = 1 << 30  # CUDA's context, kernels and work space
-USABLE = 0.85  # share of the memory left by fragmentation
+USABLE = 0.85  # fraction of the memory that remains after fragmentation
 WITHOUT_GPU_BYTES = 8 << 30  # without a GPU, the micro-batch is chosen for this much memory
-ENOUGH = 4  # a micro-batch that keeps a GPU busy; with it, recomputing layers would only cost time
+ENOUGH = 4  # a micro-batch of this size keeps a GPU busy, so recomputing layers would only take time
 MOST = 64
 
 
 @dataclass(frozen=True)
 class AlbertSize:
-    """What differs between the sizes. The FFN is four times as wide; layers share weights."""
+    """The settings that differ between the sizes. The FFN is four times as wide as a layer; layers share weights."""
 
     layers: int
     hidden: int
@@ -84,7 +85,7 @@ SIZES = {
     "large": AlbertSize(layers=24, hidden=1024, heads=16),
     "xlarge": AlbertSize(layers=24, hidden=2048, heads=16),
 }
-"""ALBERT's sizes (Lan et al. 2020, table 1), and one that learns within a minute on a CPU core."""
+"""ALBERT's sizes (Lan et al. 2020, table 1), and a tiny size that learns within a minute on a CPU core."""
 
 
 def fit_memory(
@@ -92,7 +93,7 @@ def fit_memory(
 ) -> tuple[int, bool]:
     """Return the largest micro-batch, a power of two, and whether to recompute layers for it.
 
-    They are recomputed, to save memory, if fewer than `ENOUGH` samples fit without.
+    Layers are recomputed, to save memory, if without this fewer than `ENOUGH` samples fit.
     """
     length = sequence_length or size.sequence_length
     room = USABLE * memory_bytes - RESERVED_BYTES - 6 * VALUE_BYTES * parameter_count(size)
@@ -123,16 +124,17 @@ def parameter_count(size: AlbertSize) -> int:
 
 
 def checkpoint_layers(model: Any) -> None:
-    """Recompute an ALBERT's layers in the backward pass; `transformers` does not offer it for ALBERT."""
+    """Recompute the layers of an ALBERT in the backward pass; `transformers` has no such option for ALBERT."""
     for group in model.albert.encoder.albert_layer_groups:
         group.forward = functools.partial(checkpoint, group.forward, use_reentrant=False)
 
 
 @dataclass(frozen=True)
 class AlbertSettings:
-    """sahajBERT's training settings (DeDLOC, section 4.3); those of `Lamb` that are missing are its defaults.
+    """sahajBERT's training settings (DeDLOC, section 4.3); all other settings of `Lamb` have their defaults.
 
-    Its public run had a schedule of 1,000,000 steps and ended after 19,519: its rate hardly fell.
+    The public run of sahajBERT had a schedule of 1,000,000 steps and ended after 19,519, so its learning rate hardly
+    fell.
     """
 
     lr: float = 1.76e-3
@@ -150,7 +152,7 @@ SETTINGS = {
     "large": AlbertSettings(),
     "xlarge": AlbertSettings(lr=5e-3, warmup_steps=3_125, total_steps=15_625, target_batch_size=16_384),
 }
-"""By size. Large is sahajBERT; xlarge is ALBERT's own, with more samples a step."""
+"""The settings by size. Large is sahajBERT; xlarge has the size of ALBERT's paper, with more samples per step."""
 
 
 def albert_optimizer(
@@ -175,7 +177,7 @@ def half_precision(device: torch.device | str) -> tuple[torch.autocast, torch.am
     """Return the autocast and the gradient scaler with which a device trains fastest, for one training loop.
 
     A GPU up to compute capability 7.5, such as a T4, calculates in float16 with a scaled loss. A newer GPU calculates
-    in bfloat16. All other devices calculate in float32. The scaler scales in the first case only::
+    in bfloat16. All other devices calculate in float32. The scaler scales the loss only for float16::
 
         with autocast:
             loss = model(**batch).loss
@@ -223,19 +225,20 @@ def albert(
     """Return an untrained ALBERT and endless batches for it. Minimize ``model(**batch).loss``.
 
     Peers with the same ``size``, ``text``, ``tokenizer`` and ``seed`` get equal parameters and
-    tokenizers, and read the text in different orders. If their texts differ, give all one tokenizer.
-    Raises `ValueError` if an argument is out of range, or text or tokenizer cannot be found.
+    tokenizers, and read the text in different orders. If their texts differ, pass the same tokenizer at all peers.
+    Raises `ValueError` if an argument is out of range, or if the text or the tokenizer cannot be found.
 
     Args:
         size: ``"tiny"``, ``"base"``, ``"large"`` or ``"xlarge"``.
-        text: see `open_text`; or several sources with weights, such as ``{"wiki/*.jsonl": 0.23,
+        text: one source, see `open_text`. Or several sources with weights, such as ``{"wiki/*.jsonl": 0.23,
             "oscar": 0.77}``, which are streamed shard by shard (see `TextMix` and `StreamedBatches`).
-        tokenizer: a ``tokenizer.json``, a folder, a hub name or a fast tokenizer; None trains one.
-        language: of a tokenizer trained here, see `train_tokenizer`.
-        swarm: its ``id`` seeds this peer's order, and its ``try_model`` queries this model.
-        batch_size: samples of one batch; None: what fits this machine's GPU (see `fit_memory`).
+        tokenizer: a ``tokenizer.json``, a folder, a hub name or a fast tokenizer; None trains a tokenizer.
+        language: language of a tokenizer that is trained here, see `train_tokenizer`.
+        swarm: the swarm of this peer. The peer's ``id`` seeds its order of the text, and ``swarm.try_model`` then uses
+            this model.
+        batch_size: samples of one batch; None: as many as fit this machine's GPU (see `fit_memory`).
         sequence_length: tokens of one sample; None for 64 (tiny) or 512.
-        seed: of the initial parameters and, with the peer's id, of the batches.
+        seed: seed of the initial parameters and, together with the peer's id, of the batches.
     """
     require(size in SIZES, f"size={size!r} is none of {', '.join(SIZES)}")
     shape = SIZES[size]
@@ -243,7 +246,9 @@ def albert(
     require(length <= MAX_POSITIONS, f"sequence_length={length}: ALBERT has {MAX_POSITIONS} positions")
     batch_size, checkpointing = _fit_this_machine(batch_size, shape, length)
     if tokenizer is None:
-        blocks = TextMix(text, seed=seed).until_read(random.Random(seed))  # in the same order at all peers
+        blocks = TextMix(text, seed=seed).until_read(
+            random.Random(seed)
+        )  # read in the same order at all peers
         tokenizer = train_tokenizer(blocks, vocabulary=shape.vocabulary, language=language)
     words = load_tokenizer(tokenizer)
     own_seed = peer_seed(seed, swarm.id if swarm else b"")
@@ -302,7 +307,7 @@ def albert_config(shape: AlbertSize, tokenizer: "PreTrainedTokenizerFast") -> "A
 
 @dataclass(frozen=True)
 class Guess:
-    """A token for a masked place, and how sure the model is of it."""
+    """A token for a masked place, and the probability that the model gives it."""
 
     token: str
     probability: float
@@ -313,7 +318,7 @@ class Guess:
 
 @dataclass(frozen=True)
 class Reply:
-    """The likeliest answers by the model as this peer found it (empty if unknown), and as it is."""
+    """The likeliest answers for a mask, by the model's first weights (empty if unknown) and by its present weights."""
 
     question: str
     before: tuple[Guess, ...]
@@ -323,7 +328,7 @@ class Reply:
 def replies(
     model: nn.Module, tokenizer: "PreTrainedTokenizerFast", question: str, before: Weights | None = None
 ) -> list[Reply]:
-    """Return a reply for each gap; ``before`` are the weights that the model had at first."""
+    """Return a reply for each mask; ``before`` are the weights that the model had at first."""
     require(MASK in question, f"{question!r} has no gap: write {MASK} where the model is to fill in a word")
     now = fill_mask(model, tokenizer, question)
     earlier: list[list[Guess]] = [[] for _ in now]
@@ -346,7 +351,7 @@ def fill_mask(
     top: int = 5,
     weights: Weights | None = None,
 ) -> list[list[Guess]]:
-    """Return the ``top`` likeliest tokens per ``[MASK]``; ValueError without one, or if scores are NaN."""
+    """Return the ``top`` likeliest tokens per ``[MASK]``. Raises ValueError without a mask, or if scores are NaN."""
     length = getattr(getattr(model, "config", None), "max_position_embeddings", 512)
     text = text.replace(MASK, str(tokenizer.mask_token))
     batch = tokenizer(text, return_tensors="pt", truncation=True, max_length=length)
@@ -377,15 +382,15 @@ def masked_loss(
 ) -> float:
     """Return the mean loss per hidden token of held-out text, in nats; its exponential is the perplexity.
 
-    Each text is cut into samples of ``sequence_length`` tokens by itself. The same text, length and seed
-    hide the same tokens, so that runs can be compared. A `ValueError` if there is too little text.
+    Each text is cut separately into samples of ``sequence_length`` tokens. With the same text, length and seed, the
+    same tokens are hidden, so that runs can be compared. Raises `ValueError` if there is too little text.
     """
     check_sizes(batch_size, sequence_length)
     size = sequence_length - 3
     samples: list[Sample] = []
     for text in texts:
         tokens = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-        # a rest of a few is dropped
+        # the last few tokens of a text are dropped
         for start in range(0, len(tokens) - MIN_WINDOW + 1, size):
             window = tokens[start : start + size]
             half = len(window) // 2
@@ -393,7 +398,7 @@ def masked_loss(
     require(samples, f"the held-out text is too short: a sample needs {MIN_WINDOW} tokens")
     held_out = Collator(tokenizer, sequence_length, seed)(
         samples
-    )  # at once: masks do not depend on batch_size
+    )  # all samples together, so that the masks do not depend on batch_size
     del held_out["sentence_order_label"]
     total = count = 0.0
     for start in range(0, len(samples), batch_size):
@@ -411,7 +416,7 @@ def token_logits(output: Any) -> Tensor:
 
 
 def call(model: nn.Module, weights: Weights | None, **inputs: Tensor) -> Any:
-    """Return the model's output in evaluation mode, with its own weights or others."""
+    """Return the model's output in evaluation mode, with ``weights`` or, if None, with its own weights."""
     own = dict(model.named_parameters())
     device = next(model.parameters()).device
     lent = {name: weight.to(own[name].device, own[name].dtype) for name, weight in (weights or {}).items()}

@@ -1,4 +1,7 @@
-"""Muon for the matrices of a model, AdamW for all else: an inner optimizer for local steps (MuLoCo, 2505.23725)."""
+"""Muon for the hidden matrices of a model, AdamW for the other parameters, as the optimizer of local steps.
+
+This is the inner optimizer of MuLoCo (arXiv 2505.23725).
+"""
 
 from collections import defaultdict
 from typing import Any
@@ -10,15 +13,16 @@ from colab_swarm.errors import require
 
 
 class MuonAdamW(Optimizer):
-    """`torch.optim.Muon` and `AdamW` as one optimizer. Its groups say by ``muon`` which of the two steps them.
+    """`torch.optim.Muon` and `AdamW` as one optimizer. The entry ``muon`` of a parameter group says which one steps it.
 
-    Muon makes the update of a matrix orthogonal, so its pseudo-gradients keep more of their direction in a few bits.
+    Muon makes the update of a matrix orthogonal. Then the pseudo-gradients, which are the changes by local steps, keep
+    more of their direction when they are compressed to a few bits.
     """
 
     def __init__(self, model: torch.nn.Module, *, lr: float, weight_decay: float) -> None:
         embeddings = {module.weight for module in model.modules() if isinstance(module, torch.nn.Embedding)}
         shaped = [parameter for parameter in model.parameters() if parameter.ndim == 2]
-        # the last matrix is the head: it and the embeddings are AdamW's
+        # the last matrix is the head; AdamW steps the head and the embeddings
         hidden = {parameter for parameter in shaped[:-1] if parameter not in embeddings}
         matrices = []
         others = []
@@ -32,7 +36,7 @@ class MuonAdamW(Optimizer):
         require(
             matrices, "Muon is for hidden matrices, and the model has no hidden matrix: use torch.optim.AdamW"
         )
-        # As large as an update of AdamW (Moonlight, arXiv 2502.16982), so that one learning rate does for both.
+        # Muon's updates are as large as AdamW's (Moonlight, arXiv 2502.16982), so one learning rate is enough for both.
         self._parts: list[Optimizer] = [
             torch.optim.Muon(matrices, lr=lr, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw"),
             AdamW(others, lr=lr, betas=(0.9, 0.99), weight_decay=weight_decay),
@@ -45,7 +49,7 @@ class MuonAdamW(Optimizer):
         self._share()
 
     def _share(self) -> None:
-        """Let the parts step this optimizer's own groups, with its state."""
+        """Let the two parts step the groups of this optimizer, with its state."""
         for part in self._parts:
             muon = part is self._parts[0]
             part.param_groups = [group for group in self.param_groups if group["muon"] is muon]
@@ -64,7 +68,7 @@ class MuonAdamW(Optimizer):
 def muon(model: torch.nn.Module, *, lr: float = 2e-3, weight_decay: float = 0.1) -> MuonAdamW:
     """Return an optimizer: Muon for hidden matrices, AdamW for embeddings, the last matrix, norms and biases.
 
-    Use it with ``local_steps``: gradients of single steps are averaged as exactly by AdamW alone. Raises ValueError
-    if the model has no hidden matrix.
+    Use it with ``local_steps``. If peers average gradients in each step instead, AdamW's gradients are averaged just as
+    exactly. Raises ValueError if the model has no hidden matrix.
     """
     return MuonAdamW(model, lr=lr, weight_decay=weight_decay)

@@ -1,7 +1,7 @@
 """Text for masked language models: the shards of a source, a tokenizer, passages of whole sentences.
 
-A shard is read by itself: a call starts one pass over its documents, also after a lost connection
-or in another process. Files are never loaded whole.
+A shard is a function that can be called by itself, for example after a lost connection or in another process. Each call
+starts one pass over the shard's documents. Files are never loaded whole.
 """
 
 import glob
@@ -27,22 +27,26 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 DOCUMENT_CHARS = 1 << 14  # texts and lines are joined to about this size; longer rows are cut
-SHARD_BYTES = LINE_BYTES = 1 << 18  # of a local file; lines up to this size stay whole
+SHARD_BYTES = LINE_BYTES = 1 << 18  # size of a local file's shards; lines up to this size stay whole
 TextSource: TypeAlias = str | Path | Iterable[str | Path]
 Shard: TypeAlias = Callable[[], Iterator[str]]
 
 
 class Stopped(ValueError):
-    """No more documents come: an iterator is exhausted, or the reader was closed while it waited."""
+    """There are no more documents, because an iterator is exhausted or the reader was closed while it waited."""
 
 
 def open_text(text: TextSource) -> list[Shard]:
     """Return the shards of a text.
 
-    It is ``"python-docs"`` (CPython's language reference); a file or a glob pattern (plain text,
-    ``.jsonl`` or ``.parquet``); a list of `Path`; an iterable of strings, read again for each pass; or
-    a folder or hub name for `datasets.load_dataset` (``name:configuration``), of which the ``train``
-    split is streamed. Rows give ``text``, or the first column of strings. A `ValueError` if empty.
+    ``text`` is one of these:
+
+    - ``"python-docs"``, CPython's language reference;
+    - a file or a glob pattern (plain text, ``.jsonl`` or ``.parquet``), or a list of `Path`;
+    - an iterable of strings, which is read again for each pass;
+    - a folder or hub name for `datasets.load_dataset` (``name:configuration``), whose ``train`` split is streamed.
+
+    Of a row, the column ``text`` is used, or else the first column of strings. Raises `ValueError` if there is no text.
     """
     if isinstance(text, str | Path):
         shards = _open_named(str(text))
@@ -83,7 +87,7 @@ def pack(texts: Iterable[str]) -> Iterator[str]:
 
 
 def find_files(name: str) -> list[Path]:
-    """Return the files of a path, or of a pattern, which must match one; none for other names."""
+    """Return the files of a path, or of a pattern, which must match at least one file; none for other names."""
     if Path(name).is_file():
         paths = [name]
     else:
@@ -119,9 +123,9 @@ def _open_rows(path: str, configuration: str | None = None, **options: str) -> l
 
     data_set = load_dataset(path, configuration, split="train", streaming=True, **options)
     if data_set.num_shards < 64 and hasattr(data_set, "reshard"):
-        data_set = data_set.reshard()  # so that peers differ
+        data_set = data_set.reshard()  # so that peers read different text
     elif data_set.num_shards < 64:
-        # The extra [train] asks for datasets 5; Colab brings its own, and datasets before 4.6 cannot split.
+        # The extra [train] requires datasets 5, but Colab has its own version, and datasets before 4.6 cannot split.
         logger.warning("peers may read the same text of %s at first: install 'datasets>=5'", path)
     count: int = data_set.num_shards
 
@@ -148,7 +152,7 @@ def _read_shard(file: Path, start: int) -> Iterator[str]:
 
 
 def _lines(file: Path, start: int) -> Iterator[str]:
-    # without line breaks it is cut at shards' borders
+    # a text without line breaks is cut at the borders of shards
     if file.suffix == ".jsonl":
         most = -1
     else:
@@ -168,7 +172,7 @@ def _cut(texts: Iterable[str]) -> Iterator[str]:
 
 
 def text_of(row: dict[str, Any]) -> str:
-    """Return the ``text`` of a row, or else its first column of strings; ValueError if it has none."""
+    """Return the ``text`` of a row, or else its first column of strings. Raises ValueError if there is none."""
     if "text" in row:
         return str(row["text"])
     for value in row.values():
@@ -184,7 +188,7 @@ SPECIALS = {
     "sep_token": "[SEP]",
     "mask_token": "[MASK]",
 }
-TRAINING_BLOCKS = 2_000  # documents a tokenizer is trained on: about 32 million characters
+TRAINING_BLOCKS = 2_000  # number of documents on which a tokenizer is trained: about 32 million characters
 REPLACEMENTS = {
     "bn": {
         "\u09e4": "\u0964",
@@ -194,8 +198,8 @@ REPLACEMENTS = {
         "(?<=[\u0980-\u09e3\u09f0\u09f1]):": "\u0983",
     }
 }
-"""Patterns to normalize, by language. Bengali text writes its full stop (danda, U+0964; doubled, U+0965) as reserved
-code points, bars or currency signs, and visarga (U+0983) as a colon after a letter."""
+"""Patterns to normalize, by language. In Bengali texts, the full stop (danda, U+0964; doubled, U+0965) is often written
+as a reserved code point, a bar or a currency sign, and visarga (U+0983) as a colon after a letter."""
 TokenizerSource: TypeAlias = "str | Path | PreTrainedTokenizerFast"
 
 
@@ -204,13 +208,14 @@ def train_tokenizer(
 ) -> "PreTrainedTokenizerFast":
     """Train a Unigram tokenizer; the same text gives the same tokenizer in every process.
 
-    ``[MASK]`` takes the space before it, unknown letters become ``<unk>``, and text gets its ``[CLS]``
-    and ``[SEP]``. The first `TRAINING_BLOCKS` are used. The ``vocabulary`` includes the five specials,
-    which come first. Language ``"bn"`` adds Bengali normalization. A `ValueError` without text.
+    ``[MASK]`` includes the space before it, unknown letters become ``<unk>``, and ``[CLS]`` and ``[SEP]`` are added
+    to a text. The first `TRAINING_BLOCKS` blocks are used. The ``vocabulary`` is the number of tokens, including the
+    five special tokens, which come first. Language ``"bn"`` adds Bengali normalization. Raises `ValueError` if there
+    is no text.
     """
     from tokenizers import Tokenizer, models, trainers
 
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # else it warns at every fork
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # otherwise the library warns at every fork
     pieces = list(itertools.islice(blocks, TRAINING_BLOCKS))
     require(any(piece.strip() for piece in pieces), "there is no text to train a tokenizer on")
     tokenizer = _with_pipeline(Tokenizer(models.Unigram()), language)
@@ -220,15 +225,15 @@ def train_tokenizer(
     )
     tokenizer.train_from_iterator(pieces, trainer)
     trained = json.loads(tokenizer.to_str())["model"]["vocab"]
-    # The trainer sums in the order of a randomly seeded hash map, so scores differ in the 11th digit between
-    # runs, and so would token ids. Rounded scores and alphabetical ids are the same everywhere.
+    # The trainer sums in the order of a randomly seeded hash map. So scores differ in the 11th digit between runs, and
+    # token ids would differ, too. Rounded scores and alphabetical ids are the same everywhere.
     scores = {token: round(score, 3) for token, score in trained if token not in SPECIALS.values()}
     vocabulary_list = [(token, 0.0) for token in specials] + sorted(scores.items())
     return _wrapped(_with_pipeline(Tokenizer(models.Unigram(vocabulary_list, unk_id=1)), language))
 
 
 def load_tokenizer(source: "TokenizerSource") -> "PreTrainedTokenizerFast":
-    """Load a file, a folder or a hub name, or check a tokenizer; ValueError if it is not usable."""
+    """Load a tokenizer from a file, a folder or a hub name, or check a given one. Raises ValueError if unusable."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     if isinstance(source, str | Path):
         tokenizer = _load(source)
@@ -248,7 +253,7 @@ def _load(source: str | Path) -> "PreTrainedTokenizerFast":
     if Path(source).is_file():
         try:
             return _wrapped(Tokenizer.from_file(str(source)))
-        except Exception as error:  # tokenizers raises bare Exception if it cannot parse the file
+        except Exception as error:  # the library raises a plain Exception if it cannot parse the file
             raise ValueError(f"{source} is not a tokenizer file: {error}") from error
     try:
         return AutoTokenizer.from_pretrained(str(source))
@@ -257,7 +262,7 @@ def _load(source: str | Path) -> "PreTrainedTokenizerFast":
 
 
 def _with_pipeline(tokenizer: "Tokenizer", language: str) -> "Tokenizer":
-    """sahajBERT's normalization and splitting (DeDLOC, appendix I.3)."""
+    """Add sahajBERT's normalization and splitting (DeDLOC, appendix I.3)."""
     from tokenizers import Regex, decoders, normalizers, pre_tokenizers, processors
 
     tokenizer.normalizer = normalizers.Sequence(
@@ -294,30 +299,31 @@ def _wrapped(tokenizer: "Tokenizer") -> "PreTrainedTokenizerFast":
         if tokenizer.token_to_id(token) is not None:
             known[name] = token
     if "mask_token" in known:
-        # The mask stands for a word with its space: else "a [MASK]" would contain a lone space, unlike any text.
+        # The mask stands for a word with its space. Otherwise "a [MASK]" would contain a separate space, unlike any
+        # text.
         known["mask_token"] = AddedToken(SPECIALS["mask_token"], lstrip=True, normalized=False, special=True)
     inputs = ["input_ids", "token_type_ids", "attention_mask"]
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, model_input_names=inputs, **known)
 
 
 ENDS = re.compile(r"(?<=[।॥。！？])\s*|(?<=[!?|৷])\s+|(?<=\.)(?<![\u0980-\u09FF]\.)\s+|\s*\n\s*")
-"""Sentence borders. A danda needs no space after it; Bengali text often has a bar instead.
+"""Sentence borders. A danda needs no space after it; Bengali text often has a bar instead of a danda.
 
-A full stop after a Bengali letter abbreviates, as for bnlp, which split sahajBERT's text.
+A full stop after a Bengali letter marks an abbreviation, as in bnlp, the library that split sahajBERT's text.
 """
 Tokens: TypeAlias = "np.ndarray[tuple[int], np.dtype[np.int32]]"
 
 
 @dataclass(frozen=True)
 class Passage:
-    """Consecutive sentences, enough to fill a sample; ``borders`` are starts of all but the first."""
+    """Consecutive sentences that fill a sample; ``borders`` are the starts of all sentences except the first."""
 
     tokens: Tokens
     borders: tuple[int, ...]
 
 
 def split_sentences(text: str) -> list[str]:
-    """Return the sentences of a text without the space between them; a line break ends one as well."""
+    """Return the sentences of a text without the space between them; a line break also ends a sentence."""
     return [sentence for sentence in ENDS.split(text) if sentence.strip()]
 
 
@@ -328,7 +334,9 @@ def passages(text: str, tokenizer: "PreTrainedTokenizerFast", length: int) -> It
         encoded = tokenizer(sentences, add_special_tokens=False, verbose=False)["input_ids"]
     else:
         encoded = []
-    half = max(1, length // 2)  # a sentence over half a sample is cut: the sample needs a second part
+    half = max(
+        1, length // 2
+    )  # a sentence longer than half a sample is cut, because a sample needs a second part
     tokens: list[int] = []
     borders: list[int] = []
     pieces = []
@@ -345,7 +353,7 @@ def passages(text: str, tokenizer: "PreTrainedTokenizerFast", length: int) -> It
 
 
 def ordered(passage: Passage, length: int, rng: random.Random) -> tuple[Tokens, Tokens, bool]:
-    """Return a passage's two parts, cut to ``length`` tokens together, and whether a coin swapped them."""
+    """Return the two parts of a passage, cut to ``length`` tokens in all, and whether they were swapped at random."""
     border = rng.choice(passage.borders)
     first = passage.tokens[:border]
     second = passage.tokens[border:]
