@@ -7,7 +7,7 @@
 | `vc_asgd` | VC-ASGD: Figures 4 to 6, the effect of alpha; jobs on preemptible instances (section IV-E) |
 | `elastic_consistency` | Elastic Consistency: Figure 1 and the bounds of Table 1 |
 | `loss_per_byte` | DiLoCo, SparseLoCo and MuLoCo: loss by the bytes that a peer sends |
-| `chaos` | no paper's: training under faults, for tutorial 11 |
+| `chaos` | not from a paper: training under faults, for tutorial 11 |
 
 Each has functions ``run…(quick=…)`` that return a `Report` of figures, and ``plot…(report, path)`` that draw it:
 
@@ -18,9 +18,9 @@ Each has functions ``run…(quick=…)`` that return a `Report` of figures, and 
     dedloc.plot_strategy(report, "table1.png")
     print(claims.compare(report))
 
-`claims.compare` sets each claim of the paper's figure beside the run, with a verdict, and with that of the full preset.
-The network and the time are simulated, except for the delays of `learning_at_home`. `python -m tests.benchmarks`, in a
-copy of the repository, runs the same experiments, and measures the package's own speed and memory.
+`claims.compare` compares each claim of the paper with the run. It shows a verdict for this run, and the verdict for the
+last run of the full preset. The network and the time are simulated, except the delays of `learning_at_home`. In a copy
+of the repository, `python -m tests.benchmarks` runs the same experiments, and measures the package's speed and memory.
 
 .. include:: DIFFERENCES.md
 """

@@ -1,6 +1,6 @@
-"""Train a small model at simulated peers that crash, freeze, restart and lose their lines, and measure the training.
+"""Train a small model at simulated peers that crash, freeze, restart and lose their links, and measure the training.
 
-The faults are random or those of a script: see `colab_swarm.sim.chaos`.
+The faults are random or from a script: see `colab_swarm.sim.chaos`.
 """
 
 import math
@@ -20,25 +20,25 @@ from colab_swarm.sim import ScriptedFault
 from colab_swarm.swarm.simulation import Simulation, simulate
 from colab_swarm.swarm.swarm import Swarm
 
-# samples and seconds of a micro-batch; of a step if all peers train
+# samples and seconds of a micro-batch, and of a step if all peers train
 BATCH = 16
 BATCH_S = 0.1
 STEP_S = 1.2
 START_S = 120.0  # virtual time limit for the first step of all peers
-SETTLE_S = 20.0  # without random faults, at the end: forks that last longer count
+SETTLE_S = 20.0  # time at the end without random faults; forks that last longer are reported
 
 
 class ChaosMeter:
-    """Measures a training by what happens to its peers, at rising times in seconds."""
+    """Measures a training by the events of its peers, which must be reported in the order of time, in seconds."""
 
     def __init__(self, peers: Iterable[str]) -> None:
         self.peers = tuple(peers)
         self.step = 0
         self.faults = 0
-        self.training: set[str] = set()  # they have taken a step since they were started
-        self.disturbed_until: dict[str, float] = {}  # by a freeze or a cut
+        self.training: set[str] = set()  # peers that have taken a step since they were started
+        self.disturbed_until: dict[str, float] = {}  # when the freeze or the cut of a peer ends
         self.errors: list[str] = []
-        self._restarts_s: list[float] = []  # from a start to the first step
+        self._restarts_s: list[float] = []  # times from a start to the first step
         self._lineages: dict[str, dict[int, str]] = {peer: {} for peer in self.peers}
         self._started_at: dict[str, float] = {}  # of started peers that do not train yet
         self._stepped_at = dict.fromkeys(self.peers, -math.inf)
@@ -47,7 +47,7 @@ class ChaosMeter:
         self._first = 0
 
     def begin(self, at: float) -> None:
-        """Start to measure; earlier steps give the undisturbed speed."""
+        """Begin to measure; the steps before this give the undisturbed speed."""
         self._undisturbed = self._per_minute(at)
         self._first = self.step
         self._began = at
@@ -69,7 +69,7 @@ class ChaosMeter:
             self._at = end
 
     def on_fault(self, at: float, fault: ScriptedFault) -> None:
-        """Count a fault other than a restart."""
+        """Count a fault that is not a restart."""
         self._pass_time(at)
         match fault.name, *fault.arguments:
             case "crash", peer:
@@ -77,7 +77,7 @@ class ChaosMeter:
             case (("freeze" | "cut"), peer, seconds):
                 self.disturbed_until[peer] = at + seconds
             case "slow", _, 1.0:
-                return  # the end of one
+                return  # this is the end of a fault
         self.faults += 1
 
     def on_start(self, at: float, peer: str) -> None:
@@ -91,7 +91,7 @@ class ChaosMeter:
         self._started_at.pop(peer, None)
 
     def on_step(self, at: float, peer: str, step: int, lineage: str) -> None:
-        """The peer took a step with the swarm, to ``step``."""
+        """Note that the peer took a step with the swarm, to ``step``."""
         self._pass_time(at)
         started_at = self._started_at.pop(peer, None)
         if started_at is not None:
@@ -104,7 +104,7 @@ class ChaosMeter:
             self._waited_s = 0.0
 
     def report(self, at: float) -> dict[str, Any]:
-        """Return the figures by name; a fork lasts if a peer still steps where the leader took another way."""
+        """Return the figures by name. A fork lasts if a peer still steps on a lineage that is not the leader's."""
         self._pass_time(at)
         taken = self._lineages
         starts = self._restarts_s
@@ -137,7 +137,7 @@ class ChaosMeter:
 
 
 def train(swarm: Swarm, peers: int, on_step: Callable[..., object]) -> None:
-    """Train a perceptron of 22,000 values to tell which of 10 projections is largest; it does not end."""
+    """Train a perceptron of 22,000 values to find the largest of 10 projections; the training does not end."""
     torch.manual_seed(0)  # all peers begin with equal parameters
     projections_IO = torch.randn(64, 10)
     model = nn.Sequential(nn.Linear(64, 292), nn.ReLU(), nn.Linear(292, 10))
@@ -164,7 +164,8 @@ def chaos(
 ) -> dict[str, Any]:
     """Train undisturbed for ``baseline_s``, then under ``faults`` for ``minutes``; return the figures by name.
 
-    Time is virtual, on home connections, and a run depends on ``seed`` alone. ``tell`` gets a line for each fault.
+    Time is virtual, the connections are those of homes, and a run depends only on ``seed``. ``tell`` gets a line for
+    each fault.
     Raises `SwarmError` if the peers do not begin to train.
     """
     meter = ChaosMeter(peers)
@@ -173,7 +174,7 @@ def chaos(
         def work(swarm: Swarm) -> None:
             try:
                 train(swarm, len(peers), lambda **step: meter.on_step(simulation.time, swarm.name, **step))
-            except Exception as error:  # of any kind: the report names it
+            except Exception as error:  # errors of any kind; the report names the error
                 meter.on_stop(simulation.time, swarm.name, f"{swarm.name}: {error!r}")
 
         simulation.begin(work)

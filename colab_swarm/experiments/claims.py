@@ -1,16 +1,17 @@
-"""The papers' claims beside what the experiments find.
+"""The claims of the papers, compared with the results of the experiments.
 
-`claims.toml` has each claim of the figures and tables that are reproduced. A function per experiment turns the figures
-of a run into findings: our figure, a verdict, and its reason. `full_runs.json` has those of the last full presets;
-`python -m tests.benchmarks NAME --store`, in a copy of the repository, writes it.
+`claims.toml` has each claim of the figures and tables that are reproduced. For each experiment, a function turns the
+figures of a run into findings: our figure, a verdict, and the reason of the verdict. `full_runs.json` has the findings
+of the last runs of the full presets. In a copy of the repository, `python -m tests.benchmarks NAME --store` writes this
+file.
 
 | verdict | meaning |
 |---|---|
 | agrees | our figure is within the tolerance that the notebook states |
-| differs | it is not; the reason is one that the figures of the run show, or "not known" |
-| fitted | a constant of ours was taken from the paper's result, so it had to agree |
-| not judged | our figure is known, but not well enough: its noise over seeds, two standard errors, hides the answer |
-| not measured | no run here can judge the claim, or none did |
+| differs | our figure is outside this tolerance; the reason is one that the figures of the run show, or "not known" |
+| fitted | one of our constants was taken from the paper's result, so our figure had to agree |
+| not judged | our figure is not exact enough: its noise over seeds, two standard errors, allows both answers |
+| not measured | no run here can judge the claim, or no run has measured it |
 """
 
 import json
@@ -42,9 +43,9 @@ Figures: TypeAlias = Mapping[str, float]
 
 
 class Claim(NamedTuple):
-    """What a paper says, and its figure. ``not_measured`` is why no run here can judge it.
+    """A claim of a paper, and the paper's figure. ``not_measured`` says why no run here can judge the claim.
 
-    A figure ``over_seeds`` has one seed in the quick preset, which is not enough to judge it.
+    A figure ``over_seeds`` has only one seed in the quick preset, which is not enough to judge it.
     """
 
     key: str
@@ -56,7 +57,7 @@ class Claim(NamedTuple):
 
 
 class Finding(NamedTuple):
-    """Our figure beside a claim. ``reason`` says why it differs, what was fitted, or why there is none."""
+    """Our figure for a claim. ``reason`` says why it differs, what was fitted, or why there is no figure."""
 
     ours: str
     verdict: str
@@ -68,19 +69,19 @@ Findings: TypeAlias = dict[str, Finding]
 
 @cache
 def claims_of(experiment: str) -> tuple[Claim, ...]:
-    """Return the claims of an experiment, named as its report, in the order of the table."""
+    """Return the claims of the experiment with this name of its report, in the order of the table."""
     tables = tomllib.loads(CLAIMS_FILE.read_text())
     return tuple(Claim(**claim) for claim in tables[experiment])
 
 
 def full_run_of(experiment: str) -> dict[str, Any] | None:
-    """Return the stored findings of the full preset, its date, machine, version and minutes, or None."""
+    """Return the stored findings of the full preset with date, machine, version and minutes, or None."""
     runs: dict[str, dict[str, Any]] = json.loads(FULL_RUNS_FILE.read_text())
     return runs.get(experiment)
 
 
 def findings_of(report: Report) -> Findings:
-    """Return the finding beside each claim of the report's experiment; a report without figures measured none."""
+    """Return a finding for each claim of the report's experiment; without figures, no claim was measured."""
     measured: Findings = {}
     if report.rows:
         measured = FINDINGS[report.name](report.figures)
@@ -96,7 +97,7 @@ def findings_of(report: Report) -> Findings:
 def compare(report: Report) -> str:
     """Return a table of the paper's claims: its figure, ours, the verdict, and the full preset's figure and verdict.
 
-    Below it are the numbered reasons, and date and machine of the full preset.
+    Below the table are the numbered reasons, and the date and machine of the full preset.
     """
     run = full_run_of(report.name)
     full: Findings = {}
@@ -141,7 +142,7 @@ def _judge(agrees: bool, ours: str, reason: str = NOT_KNOWN) -> Finding:
 
 
 def _fit(fits: bool, ours: str, constant: str) -> Finding:
-    """Judge a figure that follows from a ``constant`` of the paper: it has to agree."""
+    """Judge a figure that follows from a ``constant`` of the paper, so that it must agree."""
     if fits:
         return Finding(ours, FITTED, constant)
     return Finding(ours, DIFFERS, NOT_KNOWN)
@@ -152,7 +153,7 @@ def _within(tolerance: float, value: float, published: float) -> bool:
 
 
 class Seeds(NamedTuple):
-    """A figure over seeds, and two standard errors of it."""
+    """The mean of a figure over seeds, and two of its standard errors."""
 
     value: float
     noise: float
@@ -165,7 +166,7 @@ class Seeds(NamedTuple):
         return Seeds(self.value - other.value, math.hypot(self.noise, other.noise))
 
     def is_above(self, limit: float, ours: str) -> Finding:
-        """Judge a figure that the paper has above ``limit``."""
+        """Judge a figure that is above ``limit`` in the paper."""
         if abs(self.value - limit) <= self.noise:
             reason = f"the noise over seeds is {self.noise:.2g} to each side"
             return Finding(ours, NOT_JUDGED, reason)
@@ -176,7 +177,7 @@ class Seeds(NamedTuple):
 
 
 def _leads(figures: Figures, leading: Iterable[str], behind: Iterable[str]) -> Finding:
-    """Judge an order that the paper found: each figure of the ``leading`` is above those ``behind``."""
+    """Judge an order that the paper found: each figure in ``leading`` is above each figure in ``behind``."""
     leads = [
         Seeds.of(figures, one).minus(Seeds.of(figures, other)) for one, other in product(leading, behind)
     ]
@@ -279,7 +280,7 @@ def _vc_asgd(figures: Figures) -> Findings:
     end = Seeds.of(figures, "serial.final").minus(Seeds.of(figures, f"{variable}.final"))
     gap = early.minus(end)
     reason = NOT_KNOWN
-    # a lead of 9 points needs an accuracy that training with units misses by as much
+    # a lead of 9 points is possible only if training with units has an accuracy of at most 91
     if figures[f"{variable}.final"] > 91:
         reason = f"these images are easier: e/(e+1) reaches {figures[f'{variable}.final']:.0f} %"
 
@@ -351,7 +352,7 @@ def _moe_transfers(figures: Figures) -> Findings:
 def _moe_convergence(figures: Figures) -> Findings:
     lost = {}
     for model in ("ffn", "e16", "e64", "e1024"):
-        # the quick preset has no 1,024 experts
+        # the quick preset has no run with 1,024 experts
         if f"{model}_low_mean_accuracy" in figures:
             low = Seeds.of(figures, f"{model}_low_mean_accuracy")
             lost[model] = low.minus(Seeds.of(figures, f"{model}_high_mean_accuracy"))
@@ -391,7 +392,7 @@ def _elastic(figures: Figures) -> Findings:
     }
     findings = {}
     for row, cases in schedulers.items():
-        # NaN, of a run that diverged, is the largest
+        # np.max returns NaN if a run diverged
         ratio = float(np.max([figures[f"bound_ratio_{case}"] for case in cases]))
         findings[row] = _judge(ratio <= 1, f"{ratio:.2g}")
     accuracies = [figures[f"accuracy_mlp_beta_{beta:g}"] for beta in BETAS]
@@ -400,7 +401,7 @@ def _elastic(figures: Figures) -> Findings:
     if len(set(accuracies)) > 1 and len(set(distances)) > 1:
         correlation = statistics.correlation(accuracies, distances)
     drops = []
-    # the quick preset has one model
+    # the quick preset has only one model
     for model in STRESS:
         if f"accuracy_{model}_beta_1" in figures:
             whole = Seeds.of(figures, f"accuracy_{model}_beta_1")
@@ -410,7 +411,7 @@ def _elastic(figures: Figures) -> Findings:
     late = consistent.minus(Seeds.of(figures, "accuracy_mlp_variance"))
     helps = Seeds.of(figures, "topk_alone_drop").minus(Seeds.of(figures, "topk_feedback_drop"))
     points = f"{figures['topk_feedback_drop']:.1f}, {figures['topk_alone_drop']:.1f}"
-    # of the benchmark only
+    # only the benchmark measures this
     if "step_ms_l0_0.8" in figures:
         faster = figures["step_ms_synchronous"] / figures["step_ms_l0_0.8"]
         reason = "one run, beside our own synchronous steps instead of BytePS"
@@ -433,7 +434,7 @@ def _loss_per_byte(figures: Figures) -> Findings:
     smaller = figures["sparse_contribution_smaller"]
     sparse = figures["sparse_4_loss"] / figures["diloco_4_loss"]
     muon = figures["muon_4_loss"] / figures["often_4_loss"]
-    # a loss within 2 % is the same, so a lower one is below this
+    # losses that differ by less than 2 % are treated as equal, so a lower loss is below this ratio
     lower = 0.98
     return {
         "diloco_bytes": _judge(_within(0.1, fewer, 500), f"{fewer:.0f} times", steps),
@@ -460,4 +461,4 @@ FINDINGS: dict[str, Callable[[Figures], Findings]] = {
     "elastic": _elastic,
     "loss_per_byte": _loss_per_byte,
 }
-"""What makes findings of the figures of each experiment, by the name of its report."""
+"""For each experiment, by the name of its report, the function that turns its figures into findings."""

@@ -1,19 +1,19 @@
 """DeDLOC: SwAV (Figure 3), the strategy (Table 1), ALBERT-large (Figures 4 and 5), alternating groups (Appendix C).
 
-*swav*: the time per step on servers, workstations and both, a quarter of the paper's, by simulated peers that
-measure their bandwidth and average a part of the bytes. They do not compute: only that time passes.
+*swav*: the time per step on servers, on workstations and on both, with a quarter of the paper's machines. Simulated
+peers measure their bandwidth and average a part of the bytes. They do not compute; only the time of computing passes.
 
-*strategy*: averaging ResNet-50's gradients by all-reduce, a parameter server and the adaptive
-strategy. Predicted by the strategy's arithmetic, and simulated: groups form and bytes move as in a
-live round. The paper's bytes per value and its share of protocol are not known: compare ratios.
+*strategy*: averaging ResNet-50's gradients by all-reduce, by a parameter server and by the adaptive
+strategy. The times are predicted by the strategy's formula, and simulated: groups form and bytes move as in a
+real round. The paper's bytes per value and its protocol overhead are not known, so compare only ratios.
 
-*albert*: ALBERT-large in five set-ups, time per step and share of the high-bandwidth speed. Rounds
-are simulated (`simulate_round`), 18 M values as float16. With delayed updates, as in the paper, a
-step takes as long as the slower of computing and averaging; without, as both together. The paper
-states no compute speed, only that training with equal shares is about 2.5 times slower than with
-high bandwidth (`SLOWDOWN`). The last rows are whole peers that measure their bandwidths.
+*albert*: ALBERT-large in five set-ups: the time per step, and the speed relative to that with high bandwidth. Rounds
+are simulated (`simulate_round`), with 18 M values as float16. With delayed updates, as in the paper, a
+step takes as long as computing or averaging, whichever is longer; without, it takes as long as both together. The paper
+states no compute speed, but says that training with equal shares is about 2.5 times slower than with
+high bandwidth (`SLOWDOWN`). The last rows are from complete simulated peers that measure their bandwidths.
 
-*groups*: how exact averages of alternating groups are, what crashes cost, and the chosen group size.
+*groups*: how exact the averages of alternating groups are, how much crashes cost, and which group size is chosen.
 """
 
 import asyncio
@@ -66,7 +66,7 @@ def host(bps: float, *, trains: bool = True) -> Ticket:
 
 
 def scaled(offer: Ticket, terms: RoundTerms, scale: int) -> Ticket:
-    """Return a peer's offer to average ``scale`` times fewer values, over as much a slower link."""
+    """Return a peer's offer to average ``scale`` times fewer values, over a link that is ``scale`` times slower."""
     terms = msgspec.structs.replace(terms, numel=terms.numel // scale)
     bps = (offer.upload_bps or 0.0) / scale
     return msgspec.structs.replace(offer, terms=terms, upload_bps=bps, download_bps=bps)
@@ -77,7 +77,7 @@ def trainers_of(hosts: Sequence[Ticket]) -> int:
 
 
 def simulate_round(hosts: Sequence[Ticket], strategy: Strategy, terms: RoundTerms, scale: int) -> float:
-    """Return the seconds until the last peer has its means: real groups, real bytes, real sums."""
+    """Return the seconds until the last peer has its averages, in a round with real groups, bytes and sums."""
     if trainers_of(hosts) < 2:
         return 0.0
     offers = [scaled(ticket, terms, scale) for ticket in hosts]
@@ -119,7 +119,7 @@ async def _round(offers: Sequence[Ticket], strategy: Strategy) -> float:
 
 
 def one_server(tickets: Sequence[Ticket]) -> SharePlan:
-    """Strategy: the fastest peer reduces everything, an assistant if several are as fast."""
+    """A strategy in which the fastest peer reduces all values; of equally fast peers, an assistant."""
     rates = [(ticket.upload_bps or 0.0, ticket.assists) for ticket in tickets]
     shares = [0.0] * len(tickets)
     shares[rates.index(max(rates))] = 1.0
@@ -152,7 +152,7 @@ def run_strategy(report: Report) -> None:
             simulated_s = simulate_round(hosts, strategy, RESNET50, scale)
             report.add(f"{name}_{kind}_s", predicted_s, "s", f"published {published_s} s")
             report.add(f"{name}_{kind}_simulated_s", simulated_s, "s")
-        errors.append(abs(simulated_s / predicted_s - 1))  # of the adaptive strategy, the last one
+        errors.append(abs(simulated_s / predicted_s - 1))  # for the adaptive strategy, which is the last one
     seconds = report.figures
     for end in ("", "_simulated"):
         gain = seconds[f"c_all_reduce{end}_s"] / seconds[f"c_adaptive{end}_s"]
@@ -175,7 +175,7 @@ SPECIAL_CASES = {
     "byteps": (*_SLOW, host(10 * MEGABIT, trains=False)),
     "client": (*_SLOW, msgspec.structs.replace(_SLOW[0], reduces=False)),
 }
-"""Equal peers, one that is far faster, one that only reduces, and one that nobody can dial: section 3.2."""
+"""Equal peers, one far faster peer, one peer that only reduces, and one that nobody can dial (section 3.2)."""
 
 
 def random_setup(rng: random.Random) -> list[Ticket]:
@@ -233,7 +233,7 @@ def run_albert(report: Report) -> None:
         report.add(f"{name}_sequential_s", step.sequential_s, "s", "without delayed updates")
     naive = steps["heterogeneous"]
     balanced = steps["load_balancing"]
-    # 8 hours each
+    # each set-up trains for 8 hours
     rates = [1 / steps[name].delayed_s for name in ("auxiliary", "part_time_on")]
     share = statistics.mean(rates) * steps["high_bandwidth"].delayed_s
     hidden = 1 - (balanced.delayed_s - balanced.computing_s) / balanced.averaging_s
@@ -243,13 +243,13 @@ def run_albert(report: Report) -> None:
         ("part_time_share", share, "", "of high bandwidth, 8 of 28 peers half the time; published 0.74"),
         ("hidden", hidden, "", "of averaging behind computing by delayed updates, load balancing"),
     )
-    # of `TRAINERS` trainers
+    # with `TRAINERS` trainers
     batch_s = naive.computing_s
     for name, hosts in (("high_bandwidth", HIGH), ("load_balancing", MIXED)):
         for count in counts:
-            # all kinds, however few
+            # include all kinds of hosts, even if the crowd is small
             crowd = tuple(hosts[index * 5 % TRAINERS] for index in range(count))
-            # crowds move a part of the bytes to save memory; coarser chunks make their averaging look slower
+            # a crowd moves only a part of the bytes, to save memory; coarser chunks make its averaging look slower
             part_s = simulate_round(crowd, adaptive_shares, ALBERT_LARGE, max(scale, count // TRAINERS))
             step = albert_step(crowd, batch_s, part_s)
             report.add(f"scaling_{name}_{count}_s", step.delayed_s, "s", f"{count} peers, delayed")
@@ -270,7 +270,7 @@ class AlbertStep:
 
     @property
     def delayed_s(self) -> float:
-        """With delayed updates, computing hides averaging, or averaging computing."""
+        """Seconds of a step with delayed updates, in which computing and averaging overlap."""
         return max(self.computing_s, self.averaging_s)
 
     @property
@@ -279,12 +279,12 @@ class AlbertStep:
 
 
 def albert_step(hosts: Sequence[Ticket], batch_s: float, averaging_s: float) -> AlbertStep:
-    """Return the step of hosts of which `TRAINERS` would compute a batch in ``batch_s``."""
+    """Return the step of these hosts; `TRAINERS` of them would compute a batch in ``batch_s``."""
     return AlbertStep(batch_s * TRAINERS / trainers_of(hosts), averaging_s)
 
 
 def albert_steps(scale: int) -> dict[str, AlbertStep]:
-    """Simulate a step of each of `SETUPS`; equal shares average for `SLOWDOWN` times as long as they compute."""
+    """Simulate a step of each of `SETUPS`; with equal shares, averaging takes `SLOWDOWN` times as long as computing."""
     averaging_s = {name: simulate_round(*setup, ALBERT_LARGE, scale) for name, setup in SETUPS.items()}
     batch_s = averaging_s["heterogeneous"] / SLOWDOWN
     steps = {}
@@ -294,7 +294,7 @@ def albert_steps(scale: int) -> dict[str, AlbertStep]:
 
 
 class EqualShares(AdaptiveShares):
-    """The strategy of a peer that plans no shares."""
+    """The strategy of a peer that gives all members equal shares."""
 
     def __call__(self, tickets: Sequence[Ticket]) -> SharePlan:
         return equal_shares(tickets)
@@ -397,8 +397,9 @@ NUMEL = 500
 class Town:
     """Peers ``p0``, ``p1``, … that average `NUMEL` values each; the last ``clients`` cannot be dialled.
 
-    ``doomed(name, round)``: it crashes while it sends in that round, from 0. ``liars`` vote for groups
-    of a million and send NaN. ``group_size`` is the vote of all; None: as their measurements suggest.
+    ``doomed(name, round)``: whether the peer crashes while it sends in that round, counted from 0. ``liars`` vote for
+    groups of a million peers, and send NaN. ``group_size`` is the vote of all other peers; None: each votes for the
+    size that its measurements suggest.
     """
 
     count: int
@@ -430,7 +431,7 @@ class Town:
 
 @dataclass
 class GroupRun:
-    """Vectors of the surviving peers before and after each round, their last pass, virtual seconds."""
+    """The vectors of the surviving peers before and after each round, their last pass, and the virtual seconds."""
 
     history: list[dict[str, Floats]]
     results: dict[str, MoshpitResult]
@@ -442,7 +443,7 @@ class GroupRun:
         return self.history[-1]
 
     def spread(self) -> list[float]:
-        """Return the variance among the peers, after each round and before the first."""
+        """Return the variance among the peers, before the first round and after each round."""
         variances = []
         for vectors in self.history:
             held = np.stack(list(vectors.values())).astype(np.float64)
@@ -450,7 +451,7 @@ class GroupRun:
         return variances
 
     def whole(self) -> list[bool]:
-        """Return of each last pass's round whether every member contributed."""
+        """Return, for each round of the last pass, whether all members contributed."""
         whole = []
         for result in self.results.values():
             for round_ in result.rounds:
@@ -468,7 +469,7 @@ class _Player(Averager):
         self._name = name
         self.dht = DHT(self.peers, random.Random(name))
         self.averager = MoshpitAverager(PrefixRouter(self.peers), self.dht, self, "town/average")
-        # by rounds done
+        # by the number of finished rounds
         self.held = {0: town.vector(name)}
         self.results: list[MoshpitResult] = []
         self._done = 0
@@ -487,7 +488,7 @@ class _Player(Averager):
         return result
 
     def held_after(self, rounds: int) -> Floats:
-        """Return the vector after so many rounds, or after the last that this peer took part in."""
+        """Return the vector after this number of rounds, or after the last round in which this peer took part."""
         return self.held[max(done for done in self.held if done <= rounds)]
 
     async def play(self, passes: int) -> None:

@@ -1,11 +1,11 @@
-"""What inconsistency costs: accuracy against beta, measured distances against Table 1, and error feedback.
+"""The effects of inconsistency: accuracy by beta, measured distances compared with Table 1, and error feedback.
 
-Groups are emulated on virtual time, with the product's ledgers, schedulers, meters and codecs and with real
-gradients. A backward pass takes a second (+-0.2); a gradient as long to travel, and single buckets longer.
+Groups are emulated on virtual time, with the package's ledgers, schedulers, meters and codecs, and with real
+gradients. A backward pass takes a second (+-0.2). A gradient takes as long to arrive, and some of its buckets longer.
 
-Accuracy depends on beta only where training is on the edge: an MLP of 4 peers at a high rate loses
-1.7 points at beta 0. The bounds for delays and crashes are 1.4 to 4.2 times the measured distance,
-those for compression 24 (int8) to 10,000 times (onebit).
+Accuracy depends on beta only if the learning rate is so high that training is almost unstable: an MLP at 4 peers with
+a high rate loses 1.7 points at beta 0. The bounds for delays and crashes are 1.4 to 4.2 times the measured distance;
+those for compression are 24 times (int8) to 10,000 times (onebit) the measured distance.
 """
 
 import heapq
@@ -37,7 +37,7 @@ Delay = Callable[[int, int, int, int], float]  # (sender, receiver, step, bucket
 
 @dataclass(frozen=True)
 class Crash:
-    """A peer sends its gradient of ``step`` only to the peers in ``reached``, and crashes."""
+    """A peer sends its gradient of ``step`` only to the peers in ``reached``, and then crashes."""
 
     step: int
     reached: frozenset[int]
@@ -45,9 +45,9 @@ class Crash:
 
 @dataclass(frozen=True)
 class Scene:
-    """A run to emulate: ``sizes`` are values per bucket; a gradient is all buckets in turn.
+    """A run to emulate. ``sizes`` are the numbers of values of the buckets, which together form a gradient.
 
-    ``decay`` lets alpha fall linearly to 0. ``delay`` is that of a bucket on its way; no bucket
+    ``decay``: alpha falls linearly to 0. ``delay`` is the time that a bucket takes to arrive; no bucket
     overtakes another. ``feedback``: the residual of a compressed gradient is sent later.
     """
 
@@ -66,7 +66,7 @@ class Scene:
 
 
 class Member:
-    """One peer: ``history`` is its view at each step, ``found`` their distances by its `Meter`."""
+    """One peer: ``history`` is its view at each step, ``found`` the distances of these views by its `Meter`."""
 
     def __init__(self, scene: Scene, index: int, start: Floats) -> None:
         self.scheduler = scene.scheduler()
@@ -108,7 +108,7 @@ class Emulation:
         self._now = 0.0
 
     def run(self) -> "Emulation":
-        """Run to the end and return itself; RuntimeError if a peer waits for what never comes."""
+        """Run to the end and return this emulation. Raises RuntimeError if a peer would wait forever."""
         for peer in range(self._scene.peers):
             self._begin(peer)
         while self._events:
@@ -118,7 +118,9 @@ class Emulation:
             member.ledger.check_invariants()
             if peer not in self.fired and member.ledger.step < self._scene.steps:
                 raise RuntimeError(f"peer {peer} waits indefinitely at step {member.ledger.step}")
-        if not self._scene.momentum and not self._scene.decay:  # else x_t is not a plain sum of gradients
+        if (
+            not self._scene.momentum and not self._scene.decay
+        ):  # otherwise x_t is not a plain sum of gradients
             self._measure()
         return self
 
@@ -133,7 +135,7 @@ class Emulation:
             change = np.zeros_like(exact)
             for peer, member in enumerate(self.members):
                 if step < len(member.history):
-                    # with single steps, gradients of the peers before this one count
+                    # with single steps, x_t also has the gradients of the peers before this one
                     view = member.history[step] - change if single else member.history[step]
                     distance = float(np.linalg.norm(exact - view)) / scene.alpha
                     self.distances[peer, step] = distance
@@ -265,11 +267,11 @@ BUCKETS = 8
 COMPRESSED = Scene((), schedulers.Synchronous, steps=400, momentum=0.9, decay=True)
 _MLP = Scene((), schedulers.Synchronous, peers=4, steps=150, alpha=0.6, momentum=0.9, decay=True)
 STRESS: dict[Model, Scene] = {"mlp": _MLP, "resnet": replace(_MLP, peers=2, steps=120, alpha=0.3)}
-"""At rates so high that training may depend on consistency; at usual ones all schedulers end equal."""
+"""Runs with learning rates so high that consistency may matter; with usual rates all schedulers give equal results."""
 
 
 class ConsistencyTask:
-    """Images as gradients over one flat vector, the last layer first."""
+    """A task on images whose gradients form one flat vector, the last layer first."""
 
     def __init__(self, seed: int, model: Model = "mlp", data: str = "digits") -> None:
         job = classification_job(data, shape=shape_of(data), model=model)
@@ -302,7 +304,7 @@ def tensors(part: Sequence[Array]) -> Part:
 
 
 def emulate(task: ConsistencyTask, scene: Scene, seed: int) -> Emulation:
-    """Emulate ``scene`` (without sizes): a gradient travels for 1 s, a bucket on average 0.5 s more."""
+    """Emulate ``scene``, given without sizes: a gradient takes 1 s to arrive, a bucket on average 0.5 s more."""
 
     def delay(sender: int, receiver: int, step: int, bucket: int) -> float:
         chance = random.Random(f"{seed} {sender} {receiver} {step} {bucket}")
@@ -318,7 +320,7 @@ def emulate(task: ConsistencyTask, scene: Scene, seed: int) -> Emulation:
 
 
 def measure_schedulers(report: Report, data: str, model: Model, seeds: int) -> float:
-    """Report the final accuracy for each scheduler; return how many points beta 0.8 loses."""
+    """Report the final accuracy for each scheduler; return the points of accuracy that beta 0.8 loses."""
     cases = {"variance": SCHEDULERS["variance"]}
     cases |= {f"beta_{beta:g}": partial(schedulers.NormBounded, beta) for beta in BETAS}
     for case, scheduler in cases.items():
@@ -345,9 +347,9 @@ def ratios(report: Report, steps: int, peers: int = 4, data: str = "digits") -> 
         for codec in CODECS:
             scene = Scene((), scheduler, peers=peers, steps=steps, codec=codec, crashes=crashes)
             run = emulate(task, scene, 0)
-            # without ratios it is perfectly consistent: the bound is 0
+            # without ratios the run is perfectly consistent, with a bound of 0
             if run.ratios:
-                # NaN, of a run that diverged, is the largest
+                # np.max returns NaN if a run diverged
                 ratio = float(np.max(run.ratios))
                 largest = float(np.maximum(largest, ratio))
                 report.add(f"bound_ratio_{name}_{codec}", ratio, "", "measured / bound")
@@ -386,7 +388,7 @@ def compressions(report: Report, data: str, seeds: int) -> None:
 
 @reports("elastic")
 def run_emulated(report: Report, data: str = "digits") -> None:
-    """Run the experiments on virtual time; ``data`` may be an ``.npz`` file of images: see `classification_job`."""
+    """Run the experiments on virtual time; ``data`` may be an ``.npz`` file of images, see `classification_job`."""
     models = list(STRESS)
     seeds = 3
     if report.quick:

@@ -1,30 +1,31 @@
 """Figure 4 of Learning@home: throughput under delays, the cost of stale updates and failures.
 
-*moe-throughput* (top): the throughput that remains when every block's answer is delayed. A model is
-a chain of blocks, each an expert behind an encrypted link on loopback. After each block its answer
+*moe-throughput* (top): the throughput that remains when the answer of each block is delayed. A model is
+a chain of blocks, each an expert behind an encrypted link on loopback. The answer of each block
 waits for an exponentially distributed time, in real time. *Ours* has many batches in flight.
 *Model-parallel* is one batch that goes from block to block with the same delays and no network.
-Forward only, as published; blocks are small, for a machine without a GPU.
+Only the forward pass is measured, as in the paper; blocks are small, for a machine without a GPU.
 
-Checkpointing (appendix C): batches go forth and back through the Transformer blocks, at 100 ms. Our
-hosts keep nothing between the passes. One that keeps activations can admit only as many batches as
-its memory holds. This is emulated by so many batches in flight. Their backward still computes
-forward again, so the factor is too large, by a third at most. The paper does not say how many
+Checkpointing (appendix C): batches go forward and backward through the Transformer blocks, at 100 ms. Our
+hosts keep nothing between the two passes. A host that keeps activations can admit only as many batches as
+its memory holds. This is emulated by limiting the batches in flight to this number. Their backward pass still computes
+forward again, so the factor is too large, at most by a third. The paper does not say how many
 batches fit ("a few"), so the factor is measured for several numbers.
 
-*moe-convergence* (bottom): digits (8 x 8 pixels, scaled to [0, 1]) instead of MNIST, so everything
-is smaller: Linear 64 -> 64, four layers of 64, LayerNorm, Linear 64 -> 10. A layer is a mixture,
-top 4 of E feed-forward experts of width 64, or for the baseline one such block of width 128, which
-computes about as much. Low delay: 16 trainers whose batch takes 0.1 s on average; high: 64 and 1 s.
-Computing takes no virtual time, so the number of trainers alone determines the staleness. Experts
-are the product's feed-forward block, many computed at a time. The baseline's gradients are all
-taken from one copy and applied when the batch ends. With experts, each layer's forward and backward
-takes an eighth of the delay, an expert computes with its weights at that moment and steps at once;
-stem, gating and head are updated at the end. ``faithful=True`` follows the published emulator: the
-gating is never trained, experts' updates are never delayed, and the learning rate is constant.
+*moe-convergence* (bottom): digits (8 x 8 pixels, scaled to [0, 1]) instead of MNIST, so the model
+is smaller, too: Linear 64 -> 64, four layers of 64, LayerNorm, Linear 64 -> 10. A layer is a mixture of E
+feed-forward experts of width 64, of which the top 4 are used. In the baseline, a layer is one such block of width 128,
+which computes about as much. With low delay there are 16 trainers, whose batch takes 0.1 s on average; with high
+delay there are 64, and 1 s. Computing takes no virtual time, so only the number of trainers determines the staleness.
+Experts are the package's feed-forward block, and many are computed together.
+
+All gradients of the baseline are computed with one copy and applied when the batch ends. With experts, the forward and
+the backward pass of each layer take an eighth of the delay. An expert computes with its weights at that moment, and
+steps immediately. Stem, gating and head are updated at the end. ``faithful=True`` follows the published emulator: the
+gating is never trained, the experts' updates are never delayed, and the learning rate is constant.
 
 *moe-transfers* (appendix D): the same with tensors of 8 bits between trainers and experts, in both
-directions and passes, encoded for each expert as the product does.
+directions and both passes, encoded for each expert as in the package.
 """
 
 import asyncio
@@ -66,7 +67,7 @@ from colab_swarm.tensors.device import to_host
 
 @dataclass(frozen=True)
 class Chain:
-    """Blocks of a kind: how to make one, shape of a sample, samples in a batch and merged at most."""
+    """Blocks of one kind: how to make one, the shape of a sample, the samples per batch and per merged batch."""
 
     name: str
     make: Callable[[], nn.Module]
@@ -74,8 +75,8 @@ class Chain:
     batch: int
     merged: int
     blocks: int = 8
-    in_flight: int = 240  # batches
-    seconds: float = 2.0  # of each measurement
+    in_flight: int = 240  # number of batches in flight
+    seconds: float = 2.0  # duration of each measurement
 
     def samples_per_s(self, block_calls: int, seconds: float) -> float:
         return block_calls * self.batch / self.blocks / seconds
@@ -90,12 +91,12 @@ RATIOS = (
     ("model_parallel_retained", "model_parallel_200ms", "model_parallel_0ms"),
     ("vs_model_parallel", "200ms", "model_parallel_200ms"),
 )
-"""By name: a rate, and the rate that it is divided by."""
+"""Each ratio has a name, a rate, and the rate by which it is divided."""
 
 
 @reports("moe_throughput")
 def run_throughput(report: Report) -> None:
-    torch.set_num_threads(max(1, (os.cpu_count() or 2) - 1))  # one core is the network's
+    torch.set_num_threads(max(1, (os.cpu_count() or 2) - 1))  # one core is for the network
     for chain in CHAINS:
         with asyncio.Runner(loop_factory=own_loop) as runner:
             runner.run(_measure_chain(report, chain))
@@ -106,7 +107,7 @@ def run_throughput(report: Report) -> None:
 
 async def _measure_chain(report: Report, chain: Chain) -> None:
     host, guest = [await Node.start(Identity(), NodeSettings(host="127.0.0.1")) for _ in range(2)]
-    rule = ExpertRule(partial(torch.optim.SGD, lr=0.0))  # forward only: it never steps
+    rule = ExpertRule(partial(torch.optim.SGD, lr=0.0))  # only forward is called, so the expert never steps
     experts = [Expert(f"{chain.name}.{i}", chain.make(), rule, chain.sample) for i in range(chain.blocks)]
     limits = BatchLimits(chain.merged, max_batch_bytes=512 << 20, max_held_bytes=4 << 30)
     server = ExpertServer(host, EventLog(), limits)
@@ -114,7 +115,7 @@ async def _measure_chain(report: Report, chain: Chain) -> None:
         server.add(expert)
     infos = [ExpertInfo(expert.uid, host.contact, chain.sample, 0, 0.0) for expert in experts]
     calls = calls_of(guest, timeout_s=600.0)
-    # a machine's speed drifts: each turn has every delay, and its own ratios
+    # a machine's speed drifts, so each turn measures all delays, and ratios are computed per turn
     turns = 1 if report.quick else 5
     rates: dict[str, list[float]] = defaultdict(list)
     for _ in range(turns):
@@ -155,10 +156,10 @@ def calls_of(node: Node, *, timeout_s: float) -> ExpertCalls:
 async def _travelled(
     chain: Chain, calls: ExpertCalls, infos: list[ExpertInfo], delay_s: float, *, both_ways: bool = False
 ) -> float:
-    """Return the throughput of many batches that travel along the chain at once, and back if ``both_ways``."""
+    """Return the throughput of many batches that go through the chain together, and back if ``both_ways``."""
     inputs = np.random.default_rng(0).standard_normal((chain.batch, *chain.sample), np.float32)
     done = 0
-    # never the last output: it would grow without end
+    # always the first inputs, because the output of the block before would grow without end
     path = [partial(calls.forward, info, inputs) for info in infos]
     if both_ways:
         path += [partial(calls.backward, info, inputs, inputs) for info in reversed(infos)]
@@ -172,7 +173,7 @@ async def _travelled(
 
     async with asyncio.TaskGroup() as group:
         travels = [group.create_task(travel(random.Random(seed))) for seed in range(chain.in_flight)]
-        await asyncio.sleep(max(1.0, 5 * delay_s))  # until batches are spread over the chain
+        await asyncio.sleep(max(1.0, 5 * delay_s))  # wait until the batches are spread over the chain
         before = done
         began = time.perf_counter()
         await asyncio.sleep(chain.seconds)
@@ -194,7 +195,7 @@ async def _passed_on(chain: Chain, server: ExpertServer, experts: list[Expert], 
         to_host(await server.run(expert.device, partial(expert.forward, inputs)))
         done += 1
         wait_s = _exponential(delay_s, rng)
-        luck_s += delay_s - wait_s  # of a few dozen draws: they count by their mean
+        luck_s += delay_s - wait_s  # there are only a few dozen random delays, so their mean is used instead
         await asyncio.sleep(wait_s)
     return chain.samples_per_s(done, time.perf_counter() - began + luck_s)
 
@@ -214,7 +215,7 @@ TEST_SAMPLES = 360  # the first ones
 
 @dataclass(frozen=True)
 class ConvergenceScene:
-    """One run; ``sides`` is the grid of each layer, empty for the baseline."""
+    """Settings of one run; ``sides`` is the grid of each layer, empty for the baseline."""
 
     sides: tuple[int, ...]
     trainers: int
@@ -228,12 +229,12 @@ class ConvergenceScene:
 
 
 DELAYS = {"low": (16, 0.1, 0.0), "failures": (16, 0.1, 0.1), "high": (64, 1.0, 0.0)}
-"""Trainers, mean delay of a batch in seconds, and share of calls that fail."""
+"""Number of trainers, mean delay of a batch in seconds, and fraction of calls that fail."""
 MODELS: dict[str, tuple[int, ...]] = {"ffn": (), "e16": (4, 4), "e64": (8, 8), "e1024": (32, 32)}
 
 
 class Experts:
-    """One layer's experts and their optimizers; only those that are used have a gradient and step."""
+    """The experts of one layer and their optimizers. Only experts that are used have a gradient and step."""
 
     def __init__(self, count: int, codec: str = "float32") -> None:
         self.sent_bytes = 0  # from trainers to experts and back
@@ -254,7 +255,7 @@ class Experts:
         return y_ND
 
     def _sent(self, values_ND: Tensor, experts_N: Tensor) -> Tensor:
-        """Return what arrives, if each expert's samples travel in a message."""
+        """Return the values after encoding and decoding, if the samples of each expert are sent in one message."""
         if self._codec.name == "float32":
             self.sent_bytes += values_ND.nbytes
             return values_ND
@@ -270,7 +271,7 @@ class Experts:
     def backward(
         self, x_BD: Tensor, experts_BK: Tensor, grads_BKD: Tensor, used_BK: Tensor, lr: float = LR
     ) -> Tensor:
-        """Return the inputs' gradient; only the experts in ``used_BK`` learn, others count as zero."""
+        """Return the gradient of the inputs; only the experts in ``used_BK`` learn, the gradient of others is zero."""
         sample, slot = used_BK.nonzero(as_tuple=True)
         experts_N = experts_BK[sample, slot]
         x_ND = self._sent(x_BD[sample], experts_N).requires_grad_()
@@ -310,7 +311,7 @@ class Mixing:
         self._logits_BK, self._chosen_BK = all_BE.topk(min(K, len(every)), dim=1)
 
     def forward(self, failed: Tensor) -> Tensor:
-        """Return the mixture of the experts that answer, i.e. not ``failed`` (a flag per expert)."""
+        """Return the mixture of the experts that answer, which are those not in ``failed`` (a flag per expert)."""
         self._answered_BK = ~failed[self._chosen_BK]
         with torch.no_grad():
             x_ND = self._x_BD.repeat_interleave(self._chosen_BK.shape[1], 0)
@@ -362,7 +363,7 @@ class ConvergenceEmulation:
         self._accuracies: list[float] = []
 
     async def run(self) -> list[float]:
-        """Train until no batch is left; return accuracies on unseen digits, at equal distances."""
+        """Train until no batch is left; return accuracies on unseen digits, measured at equal intervals."""
         await asyncio.gather(*(self._trainer() for _ in range(self._scene.trainers)))
         return self._accuracies
 
@@ -412,7 +413,9 @@ class ConvergenceEmulation:
     def _update(self) -> None:
         self._optimizer.step()
         self._applied += 1
-        if not self._scene.faithful:  # at a constant rate, single evaluations at the end vary too much
+        if (
+            not self._scene.faithful
+        ):  # with a constant rate, single evaluations at the end would vary too much
             self._optimizer.param_groups[0]["lr"] = LR * (1 - self._applied / self._scene.batches)
         if self._applied % (self._scene.batches // self._scene.evaluations) == 0:
             self._accuracies.append(self._evaluate())
@@ -428,7 +431,7 @@ class ConvergenceEmulation:
 
 @reports("moe_convergence")
 def run_convergence(report: Report, faithful: bool = False, data: str = "digits") -> None:
-    """Report accuracies; ``data`` may be an ``.npz`` file of images, such as MNIST's: see `classification_job`."""
+    """Report accuracies; ``data`` may be an ``.npz`` file of images, such as MNIST, see `classification_job`."""
     seeds = 3
     batches = 1600
     evaluations = 20
@@ -441,7 +444,7 @@ def run_convergence(report: Report, faithful: bool = False, data: str = "digits"
     scenes = {}
     for delay, times in DELAYS.items():
         for model, sides in models.items():
-            # a model without experts has none that fails
+            # a model without experts has no experts that fail
             if sides or delay != "failures":
                 scenes[f"{model}_{delay}"] = ConvergenceScene(
                     sides, *times, batches, evaluations, faithful, data
@@ -459,7 +462,7 @@ def run_convergence(report: Report, faithful: bool = False, data: str = "digits"
 
 @reports("moe_transfers")
 def run_transfers(report: Report, data: str = "digits") -> None:
-    """Report accuracy and bytes of a mixture whose tensors travel in 32 and in 8 bits (appendix D)."""
+    """Report accuracy and bytes of a mixture whose tensors are sent in 32 and in 8 bits (appendix D)."""
     seeds = 1 if report.quick else 3
     batches = 100 if report.quick else 1600
     evaluations = 2 if report.quick else 20

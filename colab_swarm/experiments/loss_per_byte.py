@@ -1,17 +1,21 @@
-"""Loss per byte: one language model and equal tokens, by ways to communicate.
+"""Loss per byte: one language model, trained on equal numbers of tokens with different ways to communicate.
 
 A small GPT over bytes learns the sources of Python's standard library, at simulated peers that run the real
-averaging. *loss* is in nats a byte, of the swarm's parameters, on text that nobody trained on; *bytes* are those that a
-peer sent, without protocol. Ways: synchronous gradients of 32, 16 and 8 bits; DiLoCo (arXiv 2311.08105), a round each
-`LOCAL_STEPS` steps; SparseLoCo (2508.15706), the same with overlap, and ten times as *often*; and the latter with Muon
-inside, as in MuLoCo (2505.23725).
+averaging. *loss* is the loss of the swarm's parameters in nats per byte, on text on which no peer has trained.
+*bytes* are the bytes that a peer sent, without those of the protocol. The ways are:
 
-*waits* is the part of the time in which a peer does not compute, from other runs without a model: gradients
-are noise, a step of all peers computes for `STEP_S`, and lines are those of homes. Large models are simulated with a
-part of their values and of that time. *lora* is one round of LoRA, rank 8 on q and v of `LORA`'s shapes.
+- synchronous gradients of 32, 16 and 8 bits;
+- DiLoCo (arXiv 2311.08105), with a round every `LOCAL_STEPS` steps;
+- SparseLoCo (2508.15706); the same with overlap; and with rounds ten times as *often*;
+- the last one with Muon as the inner optimizer, as in MuLoCo (2505.23725).
 
-*adapted* is the loss of the model after one process has trained it on the sources, and peers then train adapters (LoRA,
-rank 8 on q, k and v) on another text, Python's help pages in English.
+*waits* is the part of the time in which a peer does not compute. It is measured in other runs without a model:
+gradients are noise, a step of all peers computes for `STEP_S`, and the connections are those of homes. Large models are
+simulated with a part of their values and of that time. *lora* is one round of LoRA, rank 8 on q and v of the shapes in
+`LORA`.
+
+*adapted* is the loss of a model that one process has trained on the sources, after peers have trained adapters (LoRA,
+rank 8 on q, k and v) of it on another text, Python's help pages in English.
 """
 
 import math
@@ -44,15 +48,15 @@ RANK = 8
 # bytes of a text, and texts
 LONG = 64
 VALIDATION = 128
-ROUNDS = 4  # of `rest`; the first one does not count
-POINTS = 20  # of a curve
-LARGE = 350_000_000  # values
+ROUNDS = 4  # rounds in `rest`; the first one is not measured
+POINTS = 20  # points of a curve
+LARGE = 350_000_000  # number of values of the large model
 
 
 class Size(NamedTuple):
     layers: int
     width: int
-    batch: int  # texts of a step
+    batch: int  # number of texts in a step
     steps: int
     local_steps: int
     rate: float
@@ -78,7 +82,7 @@ def ways(local_steps: int) -> dict[str, Communication]:
         "sparse": Communication("sparseloco", local_steps=local_steps),
         "overlap": Communication("sparseloco", local_steps=local_steps, overlap=True),
         "often": often,
-        "muon": often,  # inside, see `inner`
+        "muon": often,  # with Muon as the inner optimizer, see `inner`
     }
 
 
@@ -134,7 +138,7 @@ def help_pages() -> torch.Tensor:
 
 
 def texts(seed: int, count: int, *, unseen: bool = False, of: torch.Tensor | None = None) -> torch.Tensor:
-    """Return texts (count, LONG + 1) of the first nine tenths, or of the last one."""
+    """Return texts (count, LONG + 1) from the first nine tenths of the data or, if ``unseen``, from the last tenth."""
     of = text() if of is None else of
     cut = len(of) * 9 // 10
     low, high = (cut, len(of) - LONG) if unseen else (0, cut - LONG)
@@ -220,7 +224,7 @@ def train(way: str, size: Size, peers: int, seed: int, of: torch.Tensor | None =
             steps = optimizer.global_step * communication.local_steps
             if steps >= (len(curve) + 1) * size.steps / POINTS:
                 look()
-        # without the own steps since the last round
+        # this removes the peer's own steps since the last round
         optimizer.close()
         look()
         return Outcome(curve[-1][2], curve[-1][1], curve)
@@ -231,7 +235,7 @@ def train(way: str, size: Size, peers: int, seed: int, of: torch.Tensor | None =
 
 
 def mean_outcome(outcomes: Sequence[Outcome]) -> Outcome:
-    """Return means, and the first one's curve."""
+    """Return the means of the outcomes, and the curve of the first one."""
     loss = statistics.mean(outcome.loss for outcome in outcomes)
     sent = statistics.mean(outcome.sent_bytes for outcome in outcomes)
     return Outcome(loss, sent, outcomes[0].curve)
@@ -243,13 +247,13 @@ def sent_bytes(events: Iterable[Event]) -> int:
 
 
 def rest(communication: Communication, numel: int, scale: int = 1) -> tuple[float, float]:
-    """Return the part of the time without computing, and the bytes that a peer sends a round."""
+    """Return the part of the time in which a peer does not compute, and the bytes that it sends per round."""
     numel = numel // scale
     step_s = STEP_S / scale
 
     def work(swarm: Swarm) -> tuple[float, int]:
         net = torch.nn.Linear(numel // 8, 8, bias=False)
-        # equal at all peers, so none loads the state of another
+        # equal at all peers, so that no peer loads the state of another
         torch.nn.init.zeros_(net.weight)
         sgd = torch.optim.SGD(net.parameters(), lr=1e-6)
         noise = np.random.default_rng(swarm.id[0])
@@ -272,7 +276,7 @@ def rest(communication: Communication, numel: int, scale: int = 1) -> tuple[floa
         computed = [share for share, _ in simulation.run(work).values()]
         sent = []
         for swarm in simulation.swarms.values():
-            # without the first: it waits for all to come
+            # without the first round, which waits until all peers have joined
             sent += [event.sent_bytes for event in swarm.events.recent(RoundFinished)[1:]]
     return 1 - statistics.mean(computed), statistics.mean(sent)
 
@@ -317,7 +321,7 @@ def run(report: Report) -> None:
 
 
 def report_waits(report: Report) -> None:
-    """Models of 350 M values on home lines, a smaller one with dense rounds, and a round of LoRA."""
+    """Report the waits of models of 350 M values on home connections, of a smaller one with dense rounds, and of LoRA."""
     scale = 200 if report.quick else 20
     of = ways(LOCAL_STEPS)
     for name in ("float32", "sparse", "overlap"):

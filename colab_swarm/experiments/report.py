@@ -1,4 +1,4 @@
-"""What an experiment returns: its figures, and what they look like. `claims` compares them with the paper's."""
+"""The report that an experiment returns: its figures and their plots. `claims` compares them with the paper's."""
 
 import math
 import statistics
@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 class Figure(NamedTuple):
-    """One figure. ``key`` is stable, because other programs read it from the JSON."""
+    """One figure. Its ``key`` never changes, because other programs read it from the JSON."""
 
     key: str
     value: float
@@ -23,7 +23,7 @@ class Figure(NamedTuple):
 
 @dataclass
 class Report:
-    """The figures of a run; their keys begin with ``name``. ``curves`` are also drawn, each by seed."""
+    """The figures of a run; their keys begin with ``name``. ``curves`` are also drawn, each for every seed."""
 
     name: str
     quick: bool
@@ -41,7 +41,7 @@ class Report:
         self.add_rows(*((key, value, unit, note) for key, value in figures.items()))
 
     def add_seeds(self, key: str, values: Sequence[float], unit: str = "", note: str = "") -> None:
-        """Add the mean over seeds and, of several, its standard error as ``KEY_error``."""
+        """Add the mean over seeds and, if there are several seeds, its standard error as ``KEY_error``."""
         self.add(key, statistics.mean(values), unit, note or f"{len(values)} seeds")
         if len(values) > 1:
             error = statistics.stdev(values) / math.sqrt(len(values))
@@ -54,7 +54,7 @@ class Report:
 
 
 def reports(name: str) -> Callable[[Callable[..., None]], Callable[..., Report]]:
-    """Make ``run(quick=…, **options)``, which returns the report, of a function that fills it."""
+    """Turn a function that fills a report into ``run(quick=…, **options)``, which returns the report."""
 
     def decorate(measure: Callable[..., None]) -> Callable[..., Report]:
         @wraps(measure)
@@ -69,8 +69,8 @@ def reports(name: str) -> Callable[[Callable[..., None]], Callable[..., Report]]
 
 
 def simulated(main: Coroutine[Any, Any, T]) -> T:
-    """Return ``run_virtual(main)`` of a new thread: in a notebook, this thread has a loop already."""
-    # not at the top: benchmarks measure the memory of processes that import this module
+    """Return ``run_virtual(main)``, run on a new thread, because in a notebook this thread has a loop already."""
+    # imported here, because benchmarks measure the memory of processes that import this module
     from colab_swarm.sim import run_virtual
 
     with ThreadPoolExecutor(1) as pool:
@@ -81,7 +81,7 @@ Lines: TypeAlias = dict[str, tuple[Iterable[Any], Iterable[Any], str]]
 
 
 def draw(path: str | Path, panels: Sequence[tuple[dict[str, Any], Lines]]) -> None:
-    """Save panels side by side as a PNG: settings of the axes, and by label what is plotted: x, y and format."""
+    """Save panels side by side as a PNG. A panel has settings of the axes, and for each label x, y and a format."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(4.5 * len(panels), 4), layout="constrained")

@@ -1,17 +1,21 @@
 """VC-ASGD: the effect of alpha (Figures 4 to 6), and jobs on preemptible instances (section IV-E).
 
-*alpha*, compared with serial training: digits by an MLP instead of CIFAR-10 by a ResNet of 552 layers. The product's
-own code trains and assimilates units. Finishing times are random: 3 volunteers, the slowest of which takes twice as
-long as the fastest, with 4 units at a time each (P3C3T4). A unit starts from the parameters at its assignment, so up to
-11 others precede it.
+*alpha*, compared with serial training: an MLP learns digits, instead of a ResNet of 552 layers that learns CIFAR-10.
+The package's own code trains and assimilates units. Finishing times are random. There are 3 volunteers, of which the
+slowest takes twice as long as the fastest, and each trains 4 units at a time (P3C3T4). A unit starts from the
+parameters at its assignment, so up to 11 other units are assimilated between its start and its own assimilation.
 
-*preemption*: the time and price of a job, by the real dispatcher on virtual time. The paper: of n units that a slot
-trains in sequence, a share p is lost with its instance, and each loss costs the timeout t_o. So the job takes
-``n t_e + n p t_o``. In the simulation a new instance takes units at once, and only the lost unit waits: one epoch of
-2,000 units costs a quarter of the formula's extra time. In the paper's 40 epochs of 50 units each epoch waits for its
-last unit. The extra time is 1.2 (p = 0.05) and 0.8 (p = 0.2) of the formula's; 2.0 and 1.6 without the dispatcher's
-copies of overdue units; 1.6 and 1.0 with them, if a new instance comes a minute later.
-The paper's fleet of 5 costs $1.67 an hour, preemptible $0.50: $13.4 or $4 for its 8 hours.
+*preemption*: the time and price of a job, by the real dispatcher on virtual time. In the paper, a slot trains n units
+in sequence, a fraction p of them is lost with its instance, and each loss costs the timeout t_o. So the job takes
+``n t_e + n p t_o``. In the simulation, a new instance takes units immediately, and only the lost unit waits. So one
+epoch of 2,000 units has a quarter of the formula's extra time. In the paper's 40 epochs of 50 units, each epoch waits
+for its last unit. Relative to the formula, the extra time is then:
+
+- 1.2 (p = 0.05) and 0.8 (p = 0.2) in the simulation;
+- 2.0 and 1.6 without the dispatcher's copies of overdue units;
+- 1.6 and 1.0 with these copies, if a new instance comes a minute later.
+
+The paper's fleet of 5 costs $1.67 an hour, or $0.50 if it is preemptible: $13.4 or $4 for its 8 hours.
 """
 
 import asyncio
@@ -39,13 +43,13 @@ from colab_swarm.workunits.weights import Floats, Schema, assimilate
 ALPHAS: dict[str, Alpha] = {"0.7": 0.7, "0.95": 0.95, "0.999": 0.999, "e/(e+1)": "e/(e+1)"}
 SPEEDS = (1.0, 1.5, 2.0)
 SCATTER = 0.2
-EARLY = 6  # epochs; in the paper the order of 0.7 and 0.95 turns after them
+EARLY = 6  # number of epochs after which, in the paper, the order of 0.7 and 0.95 is reversed
 LATE = slice(EARLY, None)
 
 
 @dataclass(frozen=True)
 class Epoch:
-    """Accuracy over the units of an epoch, each after its assimilation."""
+    """Accuracy over the units of an epoch, measured after the assimilation of each."""
 
     mean: float
     low: float
@@ -67,7 +71,7 @@ def train_by_volunteers(job: Job, *, seed: int) -> list[Epoch]:
         waiting = rng.sample(range(len(parts)), len(parts))
         accuracies = []
         flying: list[tuple[float, int, float, Floats]] = []  # returned at, subset, speed, first parameters
-        free = list(SPEEDS) * 4  # units at a time
+        free = list(SPEEDS) * 4  # each volunteer trains 4 units at a time
         while waiting or flying:
             while waiting and free:
                 speed = free.pop()
@@ -100,7 +104,7 @@ def _job(data: str, seed: int, alpha: Alpha, *, quick: bool) -> Job:
 def run(report: Report, data: str = "digits") -> None:
     """Report the accuracy of each alpha and of serial training.
 
-    ``data`` may be an ``.npz`` file of images, such as CIFAR-10's, see `classification_job`: a ResNet learns them.
+    ``data`` may be an ``.npz`` file of images, such as CIFAR-10, see `classification_job`. A ResNet then learns them.
     """
     seeds = range(1 if report.quick else 3)
     runs: dict[str, list[list[Epoch]]] = {name: [] for name in (*ALPHAS, "serial")}
@@ -159,10 +163,12 @@ def plot(report: Report, path: str | Path) -> None:
 
 @dataclass(frozen=True)
 class PreemptionModel:
-    """``volunteers`` instances train ``slots`` units at a time each; an epoch has ``units``, the
-    job ``epochs``. A unit takes ``unit_s`` (t_e) and expires after ``deadline_s`` (t_o). An
-    instance is preempted during a unit with ``kill_probability`` (p). A new one takes its place after
-    ``restart_s``, for which the paper's formula has no term.
+    """A job on preemptible instances.
+
+    Each of the ``volunteers`` instances trains ``slots`` units at a time. The job has ``epochs`` epochs of ``units``
+    units. A unit takes ``unit_s`` (t_e) and expires after ``deadline_s`` (t_o). An instance is preempted during a unit
+    with ``kill_probability`` (p). A new instance takes its place after ``restart_s``, for which the paper's formula
+    has no term.
     """
 
     volunteers: int
@@ -190,14 +196,15 @@ class PreemptionModel:
 
 
 def simulate_preemption(model: PreemptionModel, seed: int = 0) -> tuple[float, int]:
-    """Simulate the job; return its seconds, and how many instances were preempted. Instances cost
-    ``volunteers * seconds``. The same ``seed`` gives the same result.
+    """Simulate the job; return its seconds, and how many instances were preempted.
+
+    The instances cost ``volunteers * seconds``. The same ``seed`` gives the same result.
     """
     return simulated(_Fleet(model, seed).run())
 
 
 class _Fleet:
-    """Instances that request units from a dispatcher; results are assimilated at once."""
+    """Instances that request units from a dispatcher; results are assimilated immediately."""
 
     def __init__(self, model: PreemptionModel, seed: int) -> None:
         self._model = model
@@ -220,7 +227,7 @@ class _Fleet:
         for number in itertools.count():
             if self._dispatcher.state.finished:
                 return
-            # the one that takes its place is a volunteer of its own
+            # the instance that takes its place is another volunteer
             name = f"{place}, instance {number}"
             try:
                 async with asyncio.timeout(self._rng.expovariate(rate) if rate else None):
@@ -243,7 +250,7 @@ class _Fleet:
             now = loop_now()
             unit = given.unit
             name = given.assignment
-            # a copy of the unit came first
+            # the result of a copy of the unit came first
             if dispatcher.refusal(name, instance, now=now) is not None:
                 continue
             self._ended_at = now
@@ -263,7 +270,7 @@ class _Fleet:
 P5C5T2 = PreemptionModel(
     volunteers=5, slots=2, units=50, unit_s=144.0, deadline_s=300.0, kill_probability=0.0, epochs=40
 )
-# dollars an hour of its five instances
+# price of the paper's five instances, dollars per hour
 PRICE = 1.67
 PREEMPTIBLE_PRICE = 0.50
 HOURS = 8
@@ -271,7 +278,7 @@ HOURS = 8
 
 @reports("preemption")
 def run_preemption(report: Report) -> None:
-    """Report the minutes that preemptions add to the paper's job of 2,000 units, and what its fleet costs."""
+    """Report the minutes that preemptions add to the paper's job of 2,000 units, and the cost of its fleet."""
     seeds = range(1 if report.quick else 10)
     long_epoch = replace(P5C5T2, units=P5C5T2.units * P5C5T2.epochs, epochs=1)
     for percent in (5, 20):
