@@ -162,7 +162,8 @@ class InviteError(SwarmError, ValueError):
     """The invitation cannot be used; the text says why and what to do.
 
     Cause: the link was cut off when it was copied, has expired, was changed, or belongs to another version or purpose.
-    Fix: copy the whole line again. If that does not help, ask the sender for a new invitation (swarm.invite()).
+    Fix: copy the whole line again. If that does not help, ask the person who invited you for a new one
+    (swarm.invite()).
     """
 
 
@@ -170,8 +171,8 @@ class JoinError(SwarmError, ConnectionError):
     """No peer named in the invitation could be reached; the text lists the attempts.
 
     Cause: those peers have stopped, or connections are blocked. On Kaggle the internet is off until you switch it on.
-    Fix: ask the sender whether the run still exists. If it has ended, start a new one with cs.create(…). If it still
-    exists, ask for a new invitation; cs.doctor() tests this machine's network.
+    Fix: ask the person who invited you whether the run still exists. If it has ended, start a new one with
+    cs.create(…). If it still exists, ask for a new invitation; cs.doctor() tests this machine's network.
     """
 
 

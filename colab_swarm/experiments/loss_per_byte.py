@@ -321,7 +321,7 @@ def run(report: Report) -> None:
 
 
 def report_waits(report: Report) -> None:
-    """Report the waits of models of 350 M values on home connections, of a smaller one with dense rounds, and of LoRA."""
+    """Report the waits of models of 350 M values on home connections, of a smaller one in dense rounds, and of LoRA."""
     scale = 200 if report.quick else 20
     of = ways(LOCAL_STEPS)
     for name in ("float32", "sparse", "overlap"):
