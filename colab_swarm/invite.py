@@ -215,6 +215,10 @@ def _body_of(text: str) -> bytes:
     body = data[:-CHECK_BYTES]
     check = data[-CHECK_BYTES:]
     cut_off = "this invitation is mistyped or cut off: copy the whole line again"
+    if NAME.fullmatch(text.strip()):
+        cut_off = (
+            f"{text.strip()!r} is no invitation: pass the whole line that swarm.invite() gives, swarm://…"
+        )
     wrong = OF_A_NOTEBOOK if _NOTEBOOK.search(text.partition("#")[0]) else cut_off
     require(body and check == _check(body), wrong, InviteError)
     return body

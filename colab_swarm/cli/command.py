@@ -2,6 +2,7 @@
 
 import inspect
 import logging
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -140,6 +141,10 @@ def _in_one_sentence(*, quiet: bool) -> Iterator[None]:
     except ModuleNotFoundError as error:
         needed = (error.name or "").partition(".")[0]
         sys.exit(f"colab-swarm: {needed} is missing: {install_line(needed)}")
+    except BrokenPipeError:
+        # the reader of the output, such as head, has ended; Python would complain once more as it flushes
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
     except (SwarmError, ValueError, OSError) as error:
         sys.exit(f"colab-swarm: {error}")
     except KeyboardInterrupt:

@@ -160,7 +160,7 @@ class BucketRounds(Rounds):
         # A peer without more data contributes what it has; it need not wait for samples of other peers.
         self.check()
         self._rates = offer.rates
-        self.view.update(rates=offer.rates)
+        self.view.update(rates=offer.rates, loss=offer.loss)
         return Ready.CONTRIBUTE
 
     async def contribute(self, contribution: RoundInput) -> AsyncGenerator[RoundOutcome, None]:
@@ -307,10 +307,14 @@ def _result(closed: ClosedRound, moved_bytes: Sequence[int], seconds: float) -> 
 
 
 def _check_settings(settings: TrainingSettings) -> None:
-    how = "in a bucket, pass communication='sparseloco' to swarm.optimizer"
+    how = "pass communication='sparseloco' to swarm.optimizer, or 'auto'"
     communication = settings.communication
     require(
         communication.local_steps > 1,
-        f"local_steps={communication.local_steps}: {how}; each step would take several requests",
+        f"the rounds of this run are in a bucket, where each step would take several requests: {how}. A step of the "
+        "swarm is then a round of many local steps",
     )
-    require(communication.compression != "adaptive", f"compression='adaptive' is for runs over links: {how}")
+    require(
+        communication.compression != "adaptive",
+        f"compression='adaptive' is for runs over links: in a bucket, {how}",
+    )

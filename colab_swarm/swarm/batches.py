@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
+from torch.utils.data import Dataset, IterableDataset
 
 from colab_swarm.errors import require
 from colab_swarm.net.peers import PeerId
@@ -36,6 +37,11 @@ class BatchReader:
         warn: Callable[[str], None],
         time: Callable[[], float],
     ) -> None:
+        text = f"swarm.batches(…, {optimizer!r:.40}): pass the loader first, then what swarm.optimizer(…) returned"
+        require(hasattr(optimizer, "hooks"), text, TypeError)
+        text = "a data set gives single rows: pass torch.utils.data.DataLoader(data, batch_size=32, shuffle=True)"
+        is_table = isinstance(loader, Dataset) and not isinstance(loader, IterableDataset)
+        require(not is_table, text, TypeError)
         optimizer.hooks.check_open()
         self._loader = loader
         self._optimizer = optimizer

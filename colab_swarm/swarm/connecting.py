@@ -62,7 +62,7 @@ def doors(here: Platform, *, public: bool, consent: Consent, usable: Collection[
     return doors
 
 
-@joining.answers_name
+@joining.answers_options
 def connect(
     invitation: str = "",
     *,

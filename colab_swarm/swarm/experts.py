@@ -82,6 +82,8 @@ class SwarmExperts:
             ValueError: a setting is unusable, or this peer saves experts in another folder.
         """
         self._check(worker=True)
+        text = f"{make_expert!r:.60}: pass a function that makes an expert, such as lambda: cs.moe.FeedForward(512)"
+        require(callable(make_expert) and not isinstance(make_expert, nn.Module), text, TypeError)
         place = _grid(prefix, grid)
         folder = settings.pop("folder", None)
         plan = plan_host(
@@ -201,4 +203,6 @@ class SwarmExperts:
 
 
 def _grid(prefix: str, sides: Sequence[int]) -> Grid:
+    text = f"grid={sides!r}: pass the number of experts along each dimension, such as (16, 16)"
+    require(isinstance(sides, Sequence) and not isinstance(sides, str), text, TypeError)
     return Grid(prefix, tuple(map(int, sides)))

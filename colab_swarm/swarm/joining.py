@@ -2,11 +2,14 @@
 
 import atexit
 import contextlib
+import dataclasses
+import inspect
 import logging
 import random
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from difflib import get_close_matches
 from functools import wraps
 from pathlib import Path
 from typing import Literal, ParamSpec, TypeVar, overload
@@ -44,19 +47,30 @@ _LAST_TIME = 1e11  # expiration of an invitation that does not expire, seconds s
 _open_swarms: set[Swarm] = set()
 
 
-def answers_name(call: Callable[P, T]) -> Callable[P, T]:
-    """Let a wrong ``name=`` raise an error that says which name to pass."""
+def answers_options(call: Callable[P, T]) -> Callable[P, T]:
+    """Let an option that ``call`` does not have raise a TypeError that says what to pass instead."""
+    known = [*inspect.signature(call).parameters]
+    of_network = {option.name for option in dataclasses.fields(NetworkOptions)}
 
     @wraps(call)
     def checked(*arguments: P.args, **options: P.kwargs) -> T:
-        text = f"cs.{call.__name__}(name=…): write peer_name= for this peer's name, run= for the run's"
-        require("name" not in options, text, TypeError)
+        for option in options.keys() - {*known}:
+            similar = get_close_matches(option, known, n=1)
+            advice = f"it has {', '.join(similar or known)}"
+            if option == "name":
+                advice = "write peer_name= for this peer's name, run= for the run's"
+            elif option in of_network:
+                advice = f"pass options=cs.NetworkOptions({option}={options[option]!r:.60})"
+            raise TypeError(f"cs.{call.__name__}({option}=…): {advice}")
+        network = options.get("options", DEFAULT_OPTIONS)
+        text = f"options={network!r:.60}: pass cs.NetworkOptions(…), such as cs.NetworkOptions(port=4500)"
+        require(isinstance(network, NetworkOptions), text, TypeError)
         return call(*arguments, **options)
 
     return checked
 
 
-@answers_name
+@answers_options
 def create(
     run: str,
     *,
@@ -147,7 +161,7 @@ def join(
 ) -> Swarm: ...
 @overload
 def join() -> LanSwarms: ...
-@answers_name
+@answers_options
 def join(
     invitation: str | LanSwarm | None = None,
     *,

@@ -94,6 +94,8 @@ class NetworkOptions:
     def __post_init__(self) -> None:
         text = f"announce={self.announce!r}: pass a list of addresses, as in announce=[{self.announce!r}]"
         require(not isinstance(self.announce, str), text, TypeError)
+        text = f"port={self.port!r}: pass a whole number from 0 to 65535; 0 takes a free port"
+        require(isinstance(self.port, int) and 0 <= self.port <= 65535, text)
 
     def __repr__(self) -> str:
         return settings(self)
@@ -411,7 +413,7 @@ async def enter(node: Node, entries: Sequence[Contact]) -> None:
     finally:
         await end_tasks(*dials)
     advice = f"{LOCAL_ONLY} {_ENDED}" if only_local(entries) else _ENDED
-    raise JoinError(f"nobody answers: {'; '.join(dict.fromkeys(reasons))}. {advice}")
+    raise JoinError(f"nobody answers. {advice} (tried: {'; '.join(dict.fromkeys(reasons))})")
 
 
 def assemble(

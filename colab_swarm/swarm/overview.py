@@ -275,7 +275,9 @@ class Overview:
                 names[peer] = record.name
         start = text.lower()
         matches = [peer for peer, name in names.items() if text == name or peer.hex().startswith(start)]
-        found = f": {', '.join(map(short, matches))}" if matches else ""
+        found = f": {', '.join(map(short, matches))}"
+        if not matches:
+            found = f"; known are {', '.join(sorted(names.values())) or 'none'}"
         require(len(matches) == 1, f"{text!r} matches {len(matches)} peers, expected exactly one{found}")
         return matches[0]
 

@@ -494,7 +494,7 @@ def simulate(
     ``network`` is lan, home, dedloc16, paper_cloud, or your own `NetworkProfile`; ``samples_per_s`` is per peer.
     ``mailbox``: rounds go through a bucket in memory, as with ``create(…, mailbox=…)``.
     """
-    require(peers >= 1, f"peers={peers}: a swarm needs at least one")
+    require(isinstance(peers, int) and peers >= 1, f"peers={peers!r}: pass a whole number, at least one")
     if isinstance(network, str):
         require(network in PROFILES, f"network={network!r} is unknown: choose one of {', '.join(PROFILES)}")
         network = PROFILES[network]

@@ -248,6 +248,8 @@ class Swarm(contextlib.AbstractContextManager["Swarm"]):
         from colab_swarm.training.state import CheckpointFolder
 
         self._check(worker=True)
+        # what happened to earlier optimizers is not of this one's loop
+        self._overview.unsaid.clear()
         prefix = f"{self.run_id}/{name}"
         self._overview.plan = communication
         options["communication"] = communication_for(communication, self.runtime, self.services, prefix)

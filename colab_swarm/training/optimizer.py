@@ -273,6 +273,13 @@ class SwarmOptimizer(WrappedOptimizer):
         if loss is None:
             loss = computed if next_loss is None else next_loss
         require(loss is not None or not self._replica.schedule.needs_loss, _PASS_LOSS)
+        is_many = isinstance(loss, str | list | tuple) or (
+            isinstance(loss, torch.Tensor) and loss.numel() != 1
+        )
+        if is_many:
+            raise StepError(
+                f"loss={loss!r:.60}: pass the mean loss of the micro-batch, a number or a tensor of one value"
+            )
         if self.hooks.closed.is_set() and self.hooks.ends_quietly:
             return None
         self.times.begin(self._runtime.time())

@@ -174,27 +174,27 @@ class TrainingSettings:
         """
         if not (isinstance(samples, int | float) and math.isfinite(samples) and samples > 0):
             raise StepError(
-                f"samples={samples!r}: pass the size of the batch, as in optimizer.step(samples=len(input_ids)), "
+                f"samples={samples!r:.60}: pass the size of the batch, as in optimizer.step(samples=len(input_ids)), "
                 "or once and for all as batch_size=… to swarm.optimizer(…)"
             )
         require(
             samples <= MOST_TARGETS * self.target_batch_size,
             f"samples={samples:g} is over {MOST_TARGETS:g} times target_batch_size={self.target_batch_size:g}: both "
-            "count the same thing, such as sentences or tokens",
+            "count the same thing, such as sentences or tokens, and step() follows each batch",
             StepError,
         )
         if self.weight_unit == "samples":
             require(
                 weight is None,
-                f"weight={weight!r} counts no samples: name its unit, the same at all peers, as in "
+                f"weight={weight!r:.60} counts no samples: name its unit, the same at all peers, as in "
                 'swarm.optimizer(…, weight_unit="target tokens")',
                 StepError,
             )
             weight = samples
         if not (isinstance(weight, int | float) and math.isfinite(weight) and weight >= 0):
             raise StepError(
-                f"weight={weight!r}: this swarm weighs by {self.weight_unit}, so pass how many the loss is a mean of, "
-                "as in optimizer.step(samples=…, weight=…)"
+                f"weight={weight!r:.60}: this swarm weighs by {self.weight_unit}, so pass how many the loss is a mean "
+                "of, as in optimizer.step(samples=…, weight=…)"
             )
         return float(samples), float(weight)
 

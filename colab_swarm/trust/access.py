@@ -472,7 +472,8 @@ class RunAccess:
             return self.invitation.replaced(entries=entries)
         usual_h = MAILBOX_HOURS if self.mailbox else HOURS
         life_h = usual_h if hours is None else hours
-        require(0 < life_h < MAX_HOURS, f"hours={life_h}: an invitation lives for more than 0 hours")
+        is_time = isinstance(life_h, int | float) and 0 < life_h < MAX_HOURS
+        require(is_time, f"hours={life_h!r}: an invitation lives for more than 0 hours")
         if authority is None:
             made = Invite(self.run_id, entries, peers.time() + 3600 * life_h)
         else:
