@@ -149,6 +149,7 @@ class SwarmSteps(Callback):
         if (batch_idx + 1) % trainer.accumulate_grad_batches == 0 or trainer.is_last_batch:
             self._begin()
         for optimizer in _of_swarm(trainer):
+            optimizer.hooks.print_news()
             pl_module.log_dict(optimizer.metrics(), prog_bar=True)
             trainer.should_stop |= optimizer.hooks.over or optimizer.global_step >= self._max_steps
 

@@ -261,6 +261,7 @@ class SwarmFlow(DefaultFlowCallback):  # type: ignore[misc]
             for mean in (self._logged, self._total):
                 mean.add(self._loss, self._weight)
             self._counted += self._samples
+        self.optimizer.hooks.print_news()
         before = self._step
         self._step = self.optimizer.global_step
         for step in range(before + 1, self._step + 1):  # a peer that catches up takes several steps together

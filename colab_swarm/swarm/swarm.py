@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from colab_swarm.snapshot import SwarmSnapshot
     from colab_swarm.swarm.elastic import SwarmElastic
     from colab_swarm.swarm.experts import SwarmExperts
+    from colab_swarm.swarm.script import ScriptLines
     from colab_swarm.swarm.work import SwarmWork
     from colab_swarm.training.optimizer import SwarmOptimizer
 
@@ -224,7 +225,8 @@ class Swarm(contextlib.AbstractContextManager["Swarm"]):
 
         Args:
             optimizer: a torch optimizer over the model's parameters; of the same kind at all peers.
-            target_batch_size: samples of all peers together for one global step.
+            target_batch_size: samples of all peers together for one global step. With ``local_steps``, as in a bucket,
+                a global step is a whole round: then it is the samples of each peer's local step.
             model: the model that has these parameters. If it is given, peers match parameters by name, average the
                 model's statistics (BatchNorm's buffers) with the same weights as the gradients, and refuse a peer with
                 other frozen parameters. None: they do none of this.
@@ -270,6 +272,7 @@ class Swarm(contextlib.AbstractContextManager["Swarm"]):
         self.optimizers.pop(name, None)  # the newest is the last
         self.optimizers[name] = trained
         self.probe.on_optimizer(name, trained)
+        trained.hooks.print_news = self._lines(trained).tick
         return trained
 
     def plan(
@@ -319,30 +322,34 @@ class Swarm(contextlib.AbstractContextManager["Swarm"]):
         Raises ValueError if the loader gives no batch, and RuntimeError if the optimizer has left or was replaced.
         """
         from colab_swarm.swarm.batches import BatchReader
-        from colab_swarm.swarm.script import CellView, ScriptLines
+        from colab_swarm.swarm.script import CellView
 
         reader = BatchReader(
             loader, optimizer, peer=self.id, warn=self._overview.warn, time=self.runtime.time
         )
-        overview = None if self.network is None else self._overview
+        lines = self._lines(optimizer, log_every_s)
+        if self.network is not None and has_frontend():
+            return reader.read(max_steps, shows=CellView(optimizer, self.panel(), run=self.run))
+        self.runtime.while_waiting(lines.tick)
+        return reader.read(max_steps, shows=lines)
+
+    def _lines(self, optimizer: "SwarmOptimizer", every_s: float = 5.0) -> "ScriptLines":
+        from colab_swarm.swarm.script import ScriptLines
+
         invitation = None if self.network is None else self.network.access.invitation
         creator = None
         # an open run has no authority
         if invitation is not None and invitation.authority:
             creator = id_of(invitation.authority)
-        lines = ScriptLines(
+        return ScriptLines(
             optimizer,
-            overview,
+            None if self.network is None else self._overview,
             self.runtime.time,
             name=self.name,
-            every_s=log_every_s,
+            every_s=every_s,
             creator=creator,
             invite=self.invite,
         )
-        if overview is not None and has_frontend():
-            return reader.read(max_steps, shows=CellView(optimizer, self.panel(), run=self.run))
-        self.runtime.while_waiting(lines.tick)
-        return reader.read(max_steps, shows=lines)
 
     @property
     def experts(self) -> "SwarmExperts":

@@ -54,10 +54,11 @@ class Communication:
             Updates come exactly one round late (DeDLOC, section 3.2; ZeRO-Offload). With local steps, the model
             takes the round's result as soon as it arrives, and keeps the local steps since the round began.
         local_steps: number of steps, of ``target_batch_size`` samples each, between two rounds. Every peer takes these
-            steps alone, then the swarm averages the resulting parameters (DiLoCo). This divides the traffic by
-            ``local_steps``. With sparseloco or topk as compression, this is SparseLoCo (arXiv 2508.15706): its error
-            feedback decays and replaces the outer momentum. A contribution with sparseloco has 146 times fewer bytes
-            than float32.
+            steps alone, then the swarm averages the resulting parameters (DiLoCo). Between two rounds the models of
+            the peers differ; `Swarm.leave` puts the parameters of the last round into the model. This divides the
+            traffic by ``local_steps``. With sparseloco or topk as compression, this is SparseLoCo (arXiv 2508.15706):
+            its error feedback decays and replaces the outer momentum. A contribution with sparseloco has 146 times
+            fewer bytes than float32.
 
     Raises:
         ValueError: a value is not usable, or two values do not go together.

@@ -22,6 +22,8 @@ class LoopHooks:
         peer: the id of the peer that trains with this optimizer.
         checkpoint: the content of a checkpoint; a loop keeps its positions in the data there.
         warn: shows the user a sentence about the training, and records it as an event.
+        print_news: prints a line for each event since the last call, such as a peer that joined; a framework's loop
+            calls it after each batch. It does nothing in a simulation.
         max_steps: global step at which the loop ends; infinite by default. Views show it.
         closed: set once the optimizer takes no more steps.
     """
@@ -36,6 +38,7 @@ class LoopHooks:
         self.peer = peer
         self.checkpoint = checkpoint
         self.warn = warn
+        self.print_news: Callable[[], None] = lambda: None
         self.max_steps = math.inf
         self.closed = threading.Event()
         self.why = LEFT  # why it takes no more steps

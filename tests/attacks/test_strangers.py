@@ -17,6 +17,7 @@ from colab_swarm.net.node import REDIAL_S
 from colab_swarm.net.peers import Contact, PeerId
 from colab_swarm.net.reachability import DialBack, DialledBack, ReachabilityWatch
 from colab_swarm.notebook.page import StatusPage
+from colab_swarm.notebook.theme import Document
 from tests.net.swarm import Echo, candidates, peers, start, until
 
 pytestmark = pytest.mark.real_time
@@ -147,7 +148,9 @@ async def test_garbage_connections_print_nothing_and_are_counted(
 
 
 async def test_a_body_that_nobody_wants_is_not_read(caplog: pytest.LogCaptureFixture) -> None:
-    page = StatusPage[int](lambda: 1, str, lambda one: [], lambda one: [], host="test")
+    page = StatusPage[int](
+        lambda: 1, lambda one: [Document("test", label="test")], lambda one: [], host="test"
+    )
     await page.start("127.0.0.1", 0)
     port = int(page.url.rstrip("/").rpartition(":")[2])
     for method in (b"GET", b"POST"):

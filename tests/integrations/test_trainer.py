@@ -392,7 +392,7 @@ swarm.leave()
 
 @pytest.mark.ordeal
 def test_a_peer_that_is_killed_in_its_training_holds_up_nobody_and_its_restart_continues(
-    tmp_path: Path,
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def child(steps: int) -> subprocess.Popen[str]:
         command = [sys.executable, "-c", CHILD, str(tmp_path), str(alice.invite()), str(steps)]
@@ -400,16 +400,19 @@ def test_a_peer_that_is_killed_in_its_training_holds_up_nobody_and_its_restart_c
         return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
 
     killed = threading.Event()
+    together = 0
 
     class Kill(TrainerCallback):
         """Kills bob once it has contributed; then the training needs some more steps."""
 
         def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            swarm_peers = optimizer.metrics()["swarm_peers"]
-            if state.global_step >= 3 and swarm_peers == 2 and not killed.is_set():
+            nonlocal together
+            together += optimizer.metrics()["swarm_peers"] == 2
+            # lines are printed at most four times a second
+            if together >= 100 and not killed.is_set():
                 bob.send_signal(signal.SIGKILL)
                 killed.set()
-                flow.max_steps = state.max_steps = state.global_step + 5
+                flow.max_steps = state.max_steps = state.global_step + 100
             ended = bob.poll() is not None and not killed.is_set()
             if ended or (killed.is_set() and state.global_step >= state.max_steps):
                 control.should_training_stop = True
@@ -423,6 +426,8 @@ def test_a_peer_that_is_killed_in_its_training_holds_up_nobody_and_its_restart_c
         trainer.train()
         bob.communicate(timeout=30)  # closes its output too
         assert killed.is_set() and bob.returncode == -signal.SIGKILL
+        news = capsys.readouterr().out
+        assert "bob joined" in news and "bob is away" in news
         reached = optimizer.global_step
         again = child(reached + 2)
         output, _ = again.communicate(timeout=120)
