@@ -83,9 +83,11 @@ class MoshpitGrid:
         return hashlib.sha256(self._seed + repr((axis, self._across(peer, axis))).encode()).digest()[:16]
 
     def carried(self, peer: PeerId, holders: Collection[PeerId], weight: float) -> float:
-        """Return the weight of ``peer`` after a round whose contributions sum to ``weight``.
+        """Return the weight that ``peer`` has in the next round.
 
-        ``holders`` are the peers that have the line's mean, ``peer`` included.
+        The weights of this round's contributions sum to ``weight``. This sum is divided equally among the cells of the
+        ``holders``, and within a cell among its peers. The ``holders`` are the peers that received the mean of this
+        group, which is one line of the grid; ``peer`` is one of them.
         """
         cells = [self.cells[holder] for holder in holders]
         return weight / len(set(cells)) / cells.count(self.cells[peer])

@@ -7,12 +7,14 @@ coordinator is lost, too, the next reducer takes its place.
 
 There is no deadlock, because the two kinds of request wait for different things:
 
-1. A coordinator asks for contributions. The answer waits until the member is done with the *lost reducer*.
-2. A member fetches a mean. The answer waits until the *coordinator* has ended its own recovery. In this recovery it
-   fetches means only from coordinators before it.
+1. A coordinator asks a member for its contribution. The member answers once it exchanges nothing more with the *lost
+   reducer*.
+2. A member asks a coordinator for a mean. The *coordinator* answers once it has ended its own recovery. In its recovery
+   a coordinator fetches means only from coordinators that precede it in member order.
 
 A mean is sent in the codec of its reducer. If a decoded mean is encoded again, the bytes are the same, so all members
-compute the digest of the same bytes. An assistant collects no means; it recovers a span on request.
+compute the digest of the same bytes. An assistant, which reduces but does not train,
+needs no means. It recovers a span only when another member asks for it.
 """
 
 import asyncio

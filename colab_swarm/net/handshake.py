@@ -111,8 +111,8 @@ class Introduction:
     def on_message(self, message: bytes, *, wall_time: float) -> bytes | None:
         """Take the other end's next message; return the answer to send, or None.
 
-        Raises `ProtocolError` for another run or version or a message that cannot be read, `WrongPeer` or
-        `NotAdmitted`.
+        Raises `ProtocolError` if the run or the version differs or the message cannot be read, `WrongPeer` if another
+        peer is at the other end, and `NotAdmitted` if that peer may not enter the run.
         """
         # The other end signed the hash that was valid before this message.
         signed_hash = self._noise.hash

@@ -121,7 +121,8 @@ class Link:
 
     If a link is lost, the handlers of the peer's calls are cancelled; handlers of its streams get `PeerLost`
     instead. ``services`` are the node's tables for calls and for streams. ``traffic`` counts the bytes sent and
-    received. If a handler fails, a `Fault` is emitted to ``events``. ``unread`` is shared by all links of the node.
+    received. If a handler fails, a `Fault` is emitted to ``events``. ``unread`` limits the bytes
+    that were received and not read yet; all links of the node share it.
     """
 
     def __init__(

@@ -15,12 +15,13 @@ _CONNECT_S = 1.0
 class ConnectionRoom:
     """Limits a server to about ``most`` connections.
 
-    Beyond that, the network with the most connections loses its oldest idle one, or its oldest one if none is idle.
+    When there are more, the IP network that has the most connections loses one: its oldest idle connection, or its
+    oldest connection if none is idle.
 
     Args:
         most: maximum number of connections. It may be exceeded for a moment, because the system accepts several queued
             connections together.
-        counts: returns True if a connection that has a transport still counts.
+        counts: called with a connection that has a transport; returns True if it still takes one of ``most`` places.
     """
 
     def __init__(self, most: int, counts: Callable[[Any], bool] = lambda connection: True) -> None:

@@ -1,4 +1,4 @@
-"""Collect what panels show of a peer from its services.
+"""Collect, from a peer's services, the data that its panels show.
 
 A snapshot is taken on the user's thread up to four times a second. So it only reads memory, and makes no network
 call and reads no file. What takes longer is read in the background and appears a moment later.

@@ -134,10 +134,10 @@ def _adapters(model: torch.nn.Module | None) -> str:
 
 
 def frozen_base_of(model: torch.nn.Module | None, trained: Iterable[torch.Tensor]) -> str:
-    """Return a digest and the size of the model's parameters that nothing trains; empty if there are none.
+    """Return a digest and the size of the parameters that are not in ``trained``; an empty text if there are none.
 
-    Some parameters outside ``trained`` take gradients, so another optimizer may train them. For these the digest
-    includes only the layout, not the values.
+    If such a parameter takes gradients, another optimizer may train it. Then the digest includes only its layout, not
+    its values.
     """
     if model is None:
         return ""

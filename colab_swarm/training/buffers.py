@@ -23,7 +23,8 @@ class Buffers:
     """The saved buffers of a model, and the swarm's copies of them.
 
     Attributes:
-        averaged: whether rounds average a buffer, by its name in the model; fixed. Empty without a model.
+        averaged: maps the name of each buffer of the model to True if rounds average it. It never changes, and is empty
+            without a model.
         shared: the swarm's copies, in main memory. `add` and `load` change them. The copies of buffers that are not
             averaged are renewed at each contribution.
         numel: number of values in the averaged buffers.

@@ -83,7 +83,8 @@ class RoundOutcome:
         mean: the mean.
         result: the members of the round, what was lost, bytes and seconds.
         counted: True if the mean includes this peer's contribution.
-        over: True if no further mean follows from the contribution.
+        over: True if this is the last outcome of the contribution. In a bucket, rounds that closed without the
+            contribution may come first.
     """
 
     mean: Mean

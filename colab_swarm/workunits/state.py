@@ -1,4 +1,4 @@
-r"""The log of a job: its entries, and the state of units, volunteers and epochs that results from them.
+r"""The log of a job: its entries, and the state of units, volunteers and epochs that the entries give.
 
 A coordinator that was killed reads the log from the start, and so has its state again. It writes all
 entries except `Assimilated` and `Measured`, which the parameter servers write.
@@ -7,8 +7,8 @@ entries except `Assimilated` and `Measured`, which the parameter servers write.
     Assigned -> Accepted -> Assimilated -> Measured               then EpochEnded, and at last Finished
        |  \-> Returned -> Accepted | Rejected             with replicas, until enough of them are back
        |  \-> Rejected                                    invalid result: the unit goes to another volunteer
-       |---> Expired                                      its deadline passed: the same
-       \---> GaveBack                                     the volunteer returned it untrained: the same
+       |---> Expired                                      its deadline passed: the unit goes to another volunteer
+       \---> GaveBack                                     returned untrained: the unit goes to another volunteer
 
 Each volunteer has an error rate, as in BOINC (``update_error_rate`` of its validator). It is an exponential
 average that starts at 0.1 and forgets a unit after about ten more units. A volunteer that is often preempted becomes
