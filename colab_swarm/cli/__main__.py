@@ -228,7 +228,10 @@ def _looking_at(run: str, mailbox: str, output: Output) -> Iterator[tuple[str, C
     """Yield the name of a run, and a function that returns its peers."""
     if not run.strip("'\" ").startswith("swarm://"):
         folder, last = _newest(run)
-        yield last.run, lambda: _peers_in(folder)
+        now = time.time()
+        ended = last.state_now(now) if last.state_now(now) in ("left", "silent") else ""
+        name = f"{last.run} ({last.me}: {ended} {duration(now - last.at)} ago)" if ended else last.run
+        yield name, lambda: _peers_in(folder)
         return
     invitation = Invite.parse(run)
     require(

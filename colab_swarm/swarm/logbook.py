@@ -79,8 +79,11 @@ class Logbook:
             if now - self._step_at < STEP_EVERY_S:
                 return
             self._step_at = now
-        at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(now))
-        self._lines.append(f"{at}  {plain(describe(event), 400)}\n")
+        self._note(describe(event))
+
+    def _note(self, line: str) -> None:
+        at = time.strftime("%Y-%m-%d %H:%M:%S")
+        self._lines.append(f"{at}  {plain(line, 400)}\n")
 
     async def keep(self) -> None:
         await asyncio.to_thread(_delete_old, self._folder.parent)
@@ -114,6 +117,8 @@ class Logbook:
         with self._writing:
             self._closed = True
             if self._worked:
+                own = next((peer for peer in self._look().peers if peer.me), None)
+                self._note(f"left at step {own.step}" if own is not None and own.step else "left")
                 self._write()
             else:
                 shutil.rmtree(self._folder, ignore_errors=True)

@@ -136,10 +136,11 @@ def test_the_status_of_a_run_has_its_peers_and_their_progress(capsys: pytest.Cap
         assert "alice (me)  trainer" in str(swarm.peers) and "last heard of" in swarm.peers._repr_html_()
     # what it did is still to be seen on this machine, without an invitation
     main(["status", "cli-status"])
-    assert "alice (me)  left" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert shown.startswith("cli-status (alice: left ") and "alice (me)  left" in shown
     main(["logs", "cli-status"])
-    first, *_ = capsys.readouterr().out.splitlines()
-    assert first.endswith("step 1: loss 0.2500, 4 samples")
+    first, *_, last = capsys.readouterr().out.splitlines()
+    assert first.endswith("step 1: loss 0.2500, 4 samples") and last.endswith("left at step 2")
     main(["runs"])
     assert re.search(r"^ *cli-status +alice +left +step 2 ", capsys.readouterr().out, re.MULTILINE)
     with pytest.raises(SystemExit, match="no process of this user was in a run 'cli-other'"):

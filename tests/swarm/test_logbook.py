@@ -32,9 +32,9 @@ def test_a_peer_that_worked_leaves_its_last_state_and_its_log() -> None:
     alice.close()
     (folder, last), *none = last_states().items()
     assert not none and (last.run, last.me, last.state, last.peers) == ("digits", "alice", "left", (ROW,))
-    first, last = log_of(folder).splitlines()
+    first, last, end = log_of(folder).splitlines()
     # steps that follow at once have one line, and no word of a peer controls a terminal
-    assert first.endswith("step 0: loss 0.5000, 256 samples") and "\x1b" not in last
+    assert first.endswith("step 0: loss 0.5000, 256 samples") and "\x1b" not in last and "  left" in end
     assert folder.stat().st_mode & 0o077 == 0
 
 
