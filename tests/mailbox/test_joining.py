@@ -202,7 +202,7 @@ def test_a_run_that_cannot_be_in_a_bucket_is_refused_at_once(box: str) -> None:
 @pytest.mark.parametrize(
     ("settings", "error", "match"),
     [
-        ({"local_steps": 1}, ValueError, "local_steps=1: in a bucket, pass"),
+        ({"local_steps": 1}, ValueError, "are in a bucket, .*pass communication='sparseloco'"),
         ({"compression": "adaptive"}, ValueError, "for runs over links"),
         ({"local_steps": 3}, MismatchError, "local_steps: 2 there, 3 here"),
         ({"compression": "int8"}, MismatchError, "compression: float32 there, int8 here"),
