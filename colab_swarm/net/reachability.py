@@ -275,6 +275,12 @@ class ReachabilityWatch:
             await asyncio.gather(*map(self._ask, verifiers[:VERIFIERS]))
         self._update()
 
+    async def verify_anew(self) -> None:
+        """Forget the reports of peers that have left, and verify. This machine may have been busy as they dialled back."""
+        linked = self._node.linked()
+        self._policy.reports = {peer: told for peer, told in self._policy.reports.items() if peer in linked}
+        await self.verify()
+
     def _verifier_rank(self, peer: PeerId) -> tuple[bool, float]:
         """Rank peers across the internet before near ones, because an address that they reach is open to all peers."""
         path = self._node.path_to(peer) or Path()

@@ -171,7 +171,12 @@ class Swarm(contextlib.AbstractContextManager["Swarm"]):
         network = self._require_network()
         named = None if settings is None else {name: self._share(value) for name, value in settings.items()}
         make = partial(network.access.invite, network.node, network.trust.authority)
-        invite = self.runtime.call(on_loop(lambda: make(role=role, hours=hours, uses=uses, settings=named)))
+        issue = partial(make, role=role, hours=hours, uses=uses, settings=named)
+        try:
+            invite = self.runtime.call(on_loop(issue))
+        except JoinError:
+            self.runtime.call(network.reachability.verify_anew())
+            invite = self.runtime.call(on_loop(issue))
         require(not (invite.warning and platform().alone), ways_out(), JoinError)
         if self.page:
             invite = invite.replaced(page=self.page)

@@ -22,6 +22,8 @@ from colab_swarm.events import PeerJoined, RoundFinished
 from colab_swarm.invite import LOCAL_ONLY, Invite
 from colab_swarm.net.addresses import host_of, is_local
 from colab_swarm.net.peers import Contact, PeerId
+from colab_swarm.net.reachability import DialledBack
+from colab_swarm.runtime import on_loop
 from colab_swarm.swarm.network import NetworkOptions
 from colab_swarm.swarm.swarm import Swarm
 from tests.training.toy import join_training, joint_reference, loss_of, model, train_own_rows
@@ -67,6 +69,19 @@ def test_an_invitation_without_an_answering_peer_says_what_was_tried(alice: Swar
     said = f"Only peers in the same local network.*If the run has ended.*ask for a new invitation.*tried: .*{address}"
     with pytest.raises(JoinError, match=said):
         cs.join(invite_to(address))
+
+
+def test_a_peer_whose_only_verifier_has_left_invites_all_the_same() -> None:
+    with cs.create("verified", peer_name="alice", options=cs.NetworkOptions(lan=False)) as swarm:
+        assert swarm.network is not None
+        reachability = swarm.network.reachability
+        # this machine was busy as a peer that has left dialled back
+        slow = tuple((address, "no answer within 1.5 s") for address in swarm.contact.addresses)
+        reachability._policy.reports[PeerId(bytes(32))] = DialledBack("127.0.0.1", slow)
+        swarm.runtime.call(on_loop(reachability._update))
+        assert not swarm.contact.addresses
+        (entry,) = Invite.parse(str(swarm.invite())).entries
+        assert entry.addresses
 
 
 def test_a_machine_without_internet_says_so(alice: Swarm, monkeypatch: pytest.MonkeyPatch) -> None:
