@@ -84,6 +84,7 @@ class BatchReader:
             yield _moved(batch, self._device)
             if self._time() - self._kept_at > KEEP_S:
                 self._keep()
+        raise ValueError("the stream of batches has ended: pass one without an end, or a DataLoader")
 
     def _keep(self) -> None:
         """Save the stream's position for the next checkpoint. Runs on the user's thread, which reads the stream."""

@@ -64,6 +64,7 @@ class SharedFiles:
         )
         file = _snapshot(data)
         name = _name_of(file.manifest)
+        await self._write(name, file)
         await self._hold(name, file)
         return name
 
@@ -78,15 +79,19 @@ class SharedFiles:
             if _name_of(file.manifest) == name:
                 await self._hold(name, file)
                 return path
-        await self._hold(name, await self._found(name))
+        file = await self._found(name)
+        await self._write(name, file)
+        await self._hold(name, file)
         return path
+
+    async def _write(self, name: str, file: Snapshot) -> None:
+        path = self._folder / name.removeprefix(PREFIX)
+        await asyncio.to_thread(write_file, path, [memoryview(file.blob.data)])
 
     async def _hold(self, name: str, file: Snapshot) -> None:
         if name in self._held:
             return
         self._held[name] = file
-        path = self._folder / name.removeprefix(PREFIX)
-        await asyncio.to_thread(write_file, path, [memoryview(file.blob.data)])
         if self._bucket is not None:
             await self._bucket.create(_object(name), memoryview(file.blob.data))
             return

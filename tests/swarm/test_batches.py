@@ -569,13 +569,15 @@ def test_what_can_be_shuffled_has_an_order_of_each_peers_own(make: Any) -> None:
 class Counting:
     """An endless stream that knows its position, as the batches of the recipes do."""
 
-    def __init__(self, words: int = 10) -> None:
-        self.words, self.next, self.saves = words, 0, 0
+    def __init__(self, words: int = 10, last: int | None = None) -> None:
+        self.words, self.last, self.next, self.saves = words, last, 0, 0
 
     def __iter__(self) -> "Counting":
         return self
 
     def __next__(self) -> list[torch.Tensor]:
+        if self.next == self.last:
+            raise StopIteration
         self.next += 1
         return [torch.full((4,), self.next), torch.ones(4, 8)]
 
@@ -620,3 +622,12 @@ def test_the_kept_position_of_a_stream_is_never_older_than_a_minute() -> None:
 
     with cs.simulate(1, samples_per_s=2.0) as simulation:
         simulation.run(train)
+
+
+def test_a_stream_that_ends_before_the_last_step_says_so() -> None:
+    def train(swarm: Swarm) -> None:
+        net, optimizer = begin(swarm)
+        with pytest.raises(ValueError, match="the stream of batches has ended: pass one without an end"):
+            run(swarm, 9, Counting(last=2), optimizer, net)
+
+    toy.alone(train)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 import colab_swarm as cs
-from colab_swarm.errors import JoinError
+from colab_swarm.errors import JoinError, StateError
 from colab_swarm.net.peers import PeerId
 from colab_swarm.swarm import shared_files
 from colab_swarm.swarm.shared_files import DescribeFile, SharedFiles
@@ -94,3 +94,22 @@ def test_too_large_a_file_and_a_missing_one_raise_at_once(
             alice.invite(settings={"tokenizer": words})
         with pytest.raises(FileNotFoundError):
             alice.invite(settings={"tokenizer": words.with_name("missing")})
+
+
+def test_a_file_that_could_not_be_written_is_written_at_the_next_look(
+    words: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refused = []
+
+    def refuse(path: Path, *_: object) -> None:
+        refused.append(path)
+        raise StateError("no space left on device")
+
+    with cs.create("files", peer_name="alice", options=QUIET) as alice:
+        line = str(alice.invite(settings={"tokenizer": words}))
+        with cs.join(line, peer_name="bob", options=QUIET, state_dir=tmp_path / "bob") as bob:
+            with monkeypatch.context() as full:
+                full.setattr(shared_files, "write_file", refuse)
+                with pytest.raises(StateError, match="no space left"):
+                    _ = bob.settings
+            assert len(refused) == 1 and read(bob.settings["tokenizer"]) == WORDS
