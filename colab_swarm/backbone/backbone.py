@@ -83,7 +83,8 @@ class Backbone:
 
     def _show_how_to_join(self) -> None:
         """Let browsers open this peer's invitations, if this peer has an https address by a proxy or tunnel."""
-        secure = [a for a in self.swarm.contact.addresses if a.startswith("wss://") and relay_of(a) is None]
+        addresses = self.swarm.services.peers.contact.addresses
+        secure = [a for a in addresses if a.startswith("wss://") and relay_of(a) is None]
         if secure and self.swarm.network is not None:
             board = self._file.dashboard
             page_at = self.swarm.network.node.listener.page_at

@@ -306,7 +306,7 @@ class Directory:
         chosen = [[infos[index] for index in indices if index in infos] for indices in best]
         if any(chosen) or not chosen:
             return chosen
-        advice = "host some, check the prefix, or wait for their hosts"
+        advice = "host some, check the prefix and the grid, or wait until swarm.experts.panel shows some"
         failed = [uid for uid in self.banned() if grid.contains(uid)]
         if failed:
             advice += f"; {len(failed)} failed this peer's calls and are left out for a while"

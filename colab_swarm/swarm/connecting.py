@@ -243,7 +243,7 @@ def _start(
             say(f"✖ {door.name}: {error}")
             continue
         # if no relay answered, nobody can reach this peer by iroh
-        if door is not IROH or any(map(is_at_public_relay, swarm.contact.addresses)):
+        if door is not IROH or any(map(is_at_public_relay, swarm.services.peers.contact.addresses)):
             return swarm
         say(f"✖ {door.name}: none answered")
         swarm.leave()

@@ -113,7 +113,7 @@ class Simulation(AbstractContextManager["Simulation"]):
             self._crashed.pop(name, None)
             if name not in self._names:
                 self._names.append(name)
-            contacts = [swarm.contact for swarm in self.swarms.values()]
+            contacts = [swarm.services.peers.contact for swarm in self.swarms.values()]
             entries = [contact for contact in contacts if contact.addresses][:MAX_ENTRIES]
             services = assemble(
                 peers,

@@ -15,7 +15,7 @@ from colab_swarm.invite import Setting
 from colab_swarm.mailbox.bucket import Bucket
 from colab_swarm.markup import count
 from colab_swarm.net.identity import id_of
-from colab_swarm.net.peers import Contact, PeerId, Role, short
+from colab_swarm.net.peers import PeerId, Role, short
 from colab_swarm.net.reachability import Reachability, ReachabilityLevel
 from colab_swarm.notebook.explanation import shorten_interrupts
 from colab_swarm.notebook.invitation import Invitation
@@ -105,10 +105,6 @@ class Swarm(contextlib.AbstractContextManager["Swarm"]):
         shorten_interrupts()
 
     @property
-    def contact(self) -> Contact:
-        return self.services.peers.contact
-
-    @property
     def peers(self) -> PeerTable:
         """This peer and the others, as a tuple of rows that also prints as a table.
 
@@ -123,7 +119,7 @@ class Swarm(contextlib.AbstractContextManager["Swarm"]):
             return Reachability(ReachabilityLevel.BUCKET, self.services.mailbox)
         if self.network is not None:
             return self.network.reachability.current
-        addresses = self.contact.addresses
+        addresses = self.services.peers.contact.addresses
         level = ReachabilityLevel.DIRECT if addresses else ReachabilityLevel.OUTGOING
         return Reachability(level, addresses=addresses)
 
@@ -321,8 +317,9 @@ class Swarm(contextlib.AbstractContextManager["Swarm"]):
 
         ``optimizer.step()`` counts the samples of the batches since the last step. If the tensors of a batch disagree
         about their number, pass ``samples=``. In a notebook, a line and the panel under the cell show the progress.
-        Elsewhere a line is printed for each event, and at most every ``log_every_s`` seconds for a step. When the
-        session of the platform ends, this peer hands its accumulated samples over to the others.
+        Elsewhere a line is printed for each event, and at most every ``log_every_s`` seconds for a step. The loss in
+        these lines is this peer's own. When the session of the platform ends, this peer hands its accumulated samples
+        over to the others.
 
         Raises ValueError if the loader gives no batch, and RuntimeError if the optimizer has left or was replaced.
         """

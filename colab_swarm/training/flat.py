@@ -5,6 +5,7 @@ as two values.
 """
 
 import itertools
+import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -30,6 +31,7 @@ _READERS = (SGD, Adam, AdamW, Lamb, Lars)  # may leave the gradients unchanged: 
 _OUTER_LR = 0.7
 _OUTER_MOMENTUM = 0.9
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by their size in bytes
+_STEPPING = threading.local()  # ``ours`` is True while this thread is in `take_step`
 _NORM_SLACK = 1e-6  # as in `torch.nn.utils.clip_grad_norm_`
 
 
@@ -321,10 +323,21 @@ def take_step(
             if ours or norm + _NORM_SLACK > max_grad_norm:
                 set_gradients(parameters, gradient, unused, shared=ours)
                 torch.nn.utils.clip_grads_with_norm_(parameters, max_grad_norm, norm)
+        _STEPPING.ours = True
         optimizer.step()
     finally:
+        _STEPPING.ours = False
         # Else the next backward pass would add to the mean.
         optimizer.zero_grad(set_to_none=True)
+
+
+def refuse_stray_step(optimizer: Optimizer, *_: object) -> None:
+    """As a step's pre-hook: raise RuntimeError unless `take_step` takes the step."""
+    text = (
+        f"{type(optimizer).__name__}.step() would change this peer's model alone, and the peers' models would differ: "
+        "call step() of the optimizer that swarm.optimizer(…) returned"
+    )
+    require(getattr(_STEPPING, "ours", False), text, RuntimeError)
 
 
 def only_reads(optimizer: Optimizer) -> bool:
@@ -333,7 +346,8 @@ def only_reads(optimizer: Optimizer) -> bool:
     Other optimizers get copies of the gradients, because hooks, subclasses and updates of lists of tensors ("foreach")
     may change them in place.
     """
-    if type(optimizer) not in _READERS or optimizer._optimizer_step_pre_hooks:
+    hooks = optimizer._optimizer_step_pre_hooks.values()
+    if type(optimizer) not in _READERS or any(hook is not refuse_stray_step for hook in hooks):
         return False
     if any(group.get("foreach") for group in optimizer.param_groups):
         return False

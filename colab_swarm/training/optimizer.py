@@ -24,7 +24,7 @@ from colab_swarm.events import Notice
 from colab_swarm.runtime import Runner, uninterrupted
 from colab_swarm.training.agreement import FROZEN_BASE, agreement_of
 from colab_swarm.training.drawn import NextStep
-from colab_swarm.training.flat import parameters_of
+from colab_swarm.training.flat import parameters_of, refuse_stray_step
 from colab_swarm.training.gradients import Gradients
 from colab_swarm.training.hooks import LoopHooks
 from colab_swarm.training.link_rounds import LinkRounds
@@ -119,6 +119,7 @@ class SwarmOptimizer(WrappedOptimizer):
         else:
             resumed = self._checkpoint.resume(folder)
         self.rounds = runtime.call(self._start(rounds, name, syncing=not resumed))
+        self._guard = rule.optimizer.register_step_pre_hook(refuse_stray_step)
         self.times = StepTimes(self._replica.model[0].device)
         self._trainer = Trainer(
             runtime, services, self._replica, self._gathered, self.rounds, lambda: self.hooks.over
@@ -381,6 +382,7 @@ class SwarmOptimizer(WrappedOptimizer):
                         self._trainer.wait_step(left_s)
             finally:  # a checkpoint is saved even if the hand-over failed or was interrupted
                 self.hooks.closed.set()
+                self._guard.remove()
                 self._runtime.call(stop())
                 self._replica.show()
                 self._saver.save()

@@ -95,7 +95,7 @@ def tell(fact: dict[str, Any]) -> None:
 
 
 def state(swarm: cs.Swarm) -> dict[str, Any]:
-    contact = (swarm.id.hex(), swarm.contact.addresses)
+    contact = (swarm.id.hex(), swarm.services.peers.contact.addresses)
     return {"contact": contact, "reach": str(swarm.reachability), "why": swarm.reachability.explain()}
 
 

@@ -63,7 +63,7 @@ def test_two_peers_find_each_other_and_leave_without_a_trace(alice: Swarm) -> No
 
 def test_an_invitation_without_an_answering_peer_says_what_was_tried(alice: Swarm) -> None:
     with pytest.raises(JoinError, match="nobody answers"):  # another peer is at the address
-        cs.join(invite_to(alice.contact.addresses[0], alice.run_id), peer_name="bob")
+        cs.join(invite_to(alice.services.peers.contact.addresses[0], alice.run_id), peer_name="bob")
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"ws://127.0.0.1:{server.getsockname()[1]}"
     said = f"Only peers in the same local network.*If the run has ended.*ask for a new invitation.*tried: .*{address}"
@@ -76,10 +76,12 @@ def test_a_peer_whose_only_verifier_has_left_invites_all_the_same() -> None:
         assert swarm.network is not None
         reachability = swarm.network.reachability
         # this machine was busy as a peer that has left dialled back
-        slow = tuple((address, "no answer within 1.5 s") for address in swarm.contact.addresses)
+        slow = tuple(
+            (address, "no answer within 1.5 s") for address in swarm.services.peers.contact.addresses
+        )
         reachability._policy.reports[PeerId(bytes(32))] = DialledBack("127.0.0.1", slow)
         swarm.runtime.call(on_loop(reachability._update))
-        assert not swarm.contact.addresses
+        assert not swarm.services.peers.contact.addresses
         (entry,) = Invite.parse(str(swarm.invite())).entries
         assert entry.addresses
 
@@ -137,7 +139,7 @@ def test_an_invitation_with_private_addresses_alone_says_who_can_use_it(alice: S
     invitation = alice.invite()
     assert "any number of times" in invitation.described()
     assert "3 times" in alice.invite(uses=3).described()
-    local = all(is_local(host_of(address)) for address in alice.contact.addresses)
+    local = all(is_local(host_of(address)) for address in alice.services.peers.contact.addresses)
     assert invitation.warning == (LOCAL_ONLY if local else "")
     shown = invitation._repr_mimebundle_()
     assert ["same local network" in shown[kind] for kind in ("text/html", "text/plain")] == [local] * 2

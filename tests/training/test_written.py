@@ -117,3 +117,21 @@ def test_weight_clipping_works_or_is_told(options: dict[str, Any]) -> None:
     assert float(weights.abs().max()) <= 0.25
     lasts = [text for text in told if "until the next step of the swarm only" in text]
     assert len(lasts) == options.get("overlap", False)
+
+
+@pytest.mark.parametrize("options", MODES, ids=str)
+def test_a_step_of_the_wrapped_optimizer_raises_until_the_peer_has_left(options: dict[str, Any]) -> None:
+    with cs.simulate(1, seed=2) as simulation:
+        (swarm,) = simulation.swarms.values()
+        inner = torch.optim.SGD((net := toy.model()).parameters(), lr=SMALL_LR)
+        optimizer = swarm.optimizer(
+            inner, target_batch_size=2 * toy.BATCH, model=net, **toy.exchanged(options)
+        )
+        toy.take(optimizer, net, 0)
+        before = toy.parameters_of(net)
+        toy.loss_of(net, 1).backward()
+        with pytest.raises(RuntimeError, match=r"SGD\.step\(\) would change this peer's model alone"):
+            inner.step()
+        assert torch.equal(before, toy.parameters_of(net))
+        optimizer.close()
+        inner.step()
