@@ -1,7 +1,8 @@
 """One round at one member: it contributes to all spans, reduces its own span, and collects the means.
 
-A member opens one stream to each other reducer. The stream carries the member's contribution to the reducer, and the
-means back, so outgoing connections are enough. No task, timer or copy is made per chunk.
+A member opens one stream to each other reducer. This stream carries the member's contribution to the reducer, and the
+means back to the member. So a member that cannot be dialled can take part. A chunk needs no task, timer or copy of its
+own.
 """
 
 import asyncio
@@ -29,36 +30,37 @@ from colab_swarm.tensors.vector import HostVector, Vector
 
 logger = logging.getLogger(__name__)
 
-LEAD = 0.01  # how far a stream may be ahead of the slowest one, as a part of its span
+LEAD = 0.01  # how far a stream may be ahead of the slowest stream, as a part of its span
 STALL_S = 1.0  # if a stream sent nothing for this time, the other streams stop waiting for it
 TICK_S = 0.1  # between two checks for late members
 AWAKE_S = 1.0  # a timer that is this late shows that the process was stopped
 SILENT_S = 1.0  # a late contributor that sent nothing for this time is not awaited as a reducer either
 CHAINED = 1.5  # factor on the limit of a reducer, because it may itself wait for a contributor
-PREDICTED = 3.0  # a round may take three times its forecast from the bandwidths
-_MOST_ROUND_S = 3600.0  # maximum, whatever bandwidths the members claim
+PREDICTED = 3.0  # a round may take this many times the seconds that the bandwidths predict
+_MOST_ROUND_S = 3600.0  # maximum of that time, whatever bandwidths the members claim
 
 
 class Pace:
-    """Lets the contributions to all reducers advance evenly; else those to large spans would end last. Pure.
+    """Lets the uploads to all reducers advance evenly, each relative to its span. Pure.
 
-    If a span has few chunks, each chunk is a large part of it. Such spans take turns, in the order of ``chunks``.
+    Otherwise the uploads to the largest spans would end last. If a span has few chunks, each chunk is a large part of
+    the span. The uploads to such spans take turns, in the order of ``chunks``.
     """
 
     def __init__(self, chunks: Mapping[int, int], *, now: float) -> None:
         self._chunks = {reducer: count for reducer, count in chunks.items() if count}
-        # How far each stream may be ahead: `LEAD`, and up to a third of a chunk more for a later turn.
+        # How far each stream may be ahead: `LEAD`, and the later its turn, the more, up to a third of a chunk.
         self._lead = {}
         for turn, (reducer, count) in enumerate(self._chunks.items()):
             self._lead[reducer] = LEAD + turn / len(chunks) / count / 3
-        self._sent = dict.fromkeys(self._chunks, 0.0)  # as a part of the span
+        self._sent = dict.fromkeys(self._chunks, 0.0)  # what each stream has sent, as a part of its span
         self._sent_at = dict.fromkeys(self._chunks, now)
 
     def may_send(self, reducer: int, *, now: float) -> bool:
         return self._sent[reducer] <= self._last(now) + self._lead[reducer]
 
     def on_chunk(self, reducer: int, index: int, *, now: float) -> bool:
-        """Count a chunk as sent or skipped; returns True if other streams may be allowed to send now."""
+        """Count a chunk as sent or skipped; return True if another stream may be allowed to send now."""
         before = self._sent[reducer]
         self._sent[reducer] = (index + 1) / self._chunks[reducer]
         self._sent_at[reducer] = now
@@ -73,13 +75,13 @@ class Pace:
 
 
 class Round:
-    """One round at one member, in whose vector the means replace the values. An assistant does not collect means.
+    """One round at one member: the means replace the values in this member's vector.
 
     Raises ValueError if this peer is no member.
 
     Args:
         fine: number of values at the front that belong to small tensors (see `Precision`).
-        collects: False for an assistant, which only reduces.
+        collects: False for an assistant, which only reduces, and collects no means.
         most_rms: maximum root mean square of a contribution or a mean.
     """
 
@@ -114,17 +116,17 @@ class Round:
         self.lateness = Lateness(group, me, patience, now=now)
         self.recovery = Recovery(self)
         self.most_rms = most_rms
-        self._exchange_s = math.inf  # seconds until the last of the other reducers was done or lost
+        self._exchange_s = math.inf  # seconds until every other reducer was done or lost
         self._digesting: asyncio.Future[None] | None = None
 
-        # Reducers that failed here before all their means arrived; at an assistant, those whose spans it recovers.
+        # Reducers that failed here before all their means arrived; at an assistant, reducers whose spans it recovers.
         self.lost: set[int] = set()
-        self.silent: set[int] = set()  # late members that sent nothing: they are not asked any more
-        # ``settled``: all means from the reducer itself have arrived here, or will not arrive. ``final``: the same for
-        # means of its span from any member.
+        self.silent: set[int] = set()  # late members that sent nothing; they are asked for nothing more
+        # For each reducer. ``settled`` is set when no further mean will arrive from the reducer itself, ``final`` when
+        # no further mean of its span will arrive from any member.
         self.settled = [asyncio.Event() for _ in group.members]
         self.final = [asyncio.Event() for _ in group.members]
-        self._waits: dict[int, asyncio.Timeout] = {}  # for the means of reducers
+        self._waits: dict[int, asyncio.Timeout] = {}  # the wait for each reducer's means
 
         self._precision = Precision(terms.codec, fine)
         self._mean_precision = Precision(terms.mean_codec, fine)
@@ -137,11 +139,11 @@ class Round:
         self._averaged_at = math.inf  # when all chunks of this member's span were averaged
         self._means: list[
             tuple[Chunk, Buffer]
-        ] = []  # encoded, in the order in which they were finished, which each stream keeps
+        ] = []  # the encoded means, in the order in which they were finished; each stream sends them in this order
         self._more_means = asyncio.Event()
         self._released = False
         self.open_streams = 0  # number of streams that members have open here, for contributions or recovery
-        self.idle = asyncio.Event()  # set when the last of them ends
+        self.idle = asyncio.Event()  # set when the last of these streams ends
         span = group.spans()[me]
         # A member needs its vector's values until the means arrive, so sums have their own memory. An assistant's
         # vector has no values.
@@ -156,7 +158,7 @@ class Round:
 
     @property
     def others(self) -> list[int]:
-        """The other members, in order, from the one after this member on, so that each begins with another."""
+        """The other members, in member order from this member on, so that no two members begin with the same."""
         count = len(self.group.members)
         return [*range(self.me + 1, count), *range(self.me)]
 
@@ -168,7 +170,7 @@ class Round:
         return self.group.members[member].id
 
     async def run(self) -> None:
-        """Take part until the vector has all means that exist, or until the round's time is over."""
+        """Take part until the vector has all means that exist, or until ``limit_s`` is over."""
         stop_listening = self.peers.on_lost(self._on_lost)
         awaited = self.final if self.collects else [self.final[self.me]]
         try:
@@ -195,7 +197,7 @@ class Round:
                 event.set()
 
     async def result(self) -> GroupResult:
-        """Return how the round went; call it when the round is over."""
+        """Return the result of the round; call this when `run` has returned."""
         seconds = loop_now() - self.trace.began_at
         incomplete = self.ledger.incomplete()
         contributors = []
@@ -229,7 +231,7 @@ class Round:
     # Contribute to a span, and collect its means.
 
     async def _contribute_own(self) -> None:
-        """Add this member's contribution to its own span; between chunks, other tasks may run."""
+        """Add this member's contribution to its own span. Between two chunks, other tasks may run."""
         chunks = self.ledger.chunks[self.me] if self.contributes else ()
         try:
             for index, chunk in enumerate(chunks):
@@ -239,7 +241,7 @@ class Round:
             self._drop(self.me, str(error))
 
     async def _obtain(self, reducer: int) -> None:
-        """Collect the means of a reducer's span, from other members if the reducer is lost."""
+        """Collect the means of a reducer's span; if the reducer is lost, recover the missing means."""
         if self.ledger.chunks[reducer]:
             await self._talk_to(reducer)
             self._exchange_s = loop_now() - self.trace.began_at
@@ -249,7 +251,7 @@ class Round:
         self.final[reducer].set()
 
     async def _talk_to(self, reducer: int) -> None:
-        """Contribute to a reducer's span and collect its means; note the reducer as lost if some did not arrive."""
+        """Contribute to a reducer's span and collect its means; if a mean does not arrive, the reducer is lost."""
         peer = self.id_of(reducer)
         try:
             async with asyncio.timeout(None) as self._waits[reducer]:
@@ -258,7 +260,7 @@ class Round:
                 except PeerLost:
                     if peer not in self.peers.linked():
                         raise
-                    # only one of two links to this peer was lost
+                    # There were two links to this peer, and only one was lost.
                     await self._converse(reducer)
         except (PeerError, TimeoutError, ValueError) as error:
             reason = str(error)
@@ -320,7 +322,7 @@ class Round:
             logger.warning("this peer contributes nothing more to the round: %s", error)
 
     def encoded(self, reducer: int, index: int, chunk: Span) -> tuple[Chunk, Buffer]:
-        """Return this peer's contribution to a chunk; raises ValueError if the codec refuses it."""
+        """Return this member's contribution to a chunk; raises ValueError if the codec cannot encode the values."""
         codec = self._precision.at(chunk.start)
         if reducer == self.me and not isinstance(codec, Sparse):
             # A member's contribution to its own span is exact, except with a sparse codec, whose mean must stay sparse.
@@ -328,7 +330,7 @@ class Round:
         return Chunk(index, codec=codec.name), self.ledger.vector.encode(chunk.start, chunk.stop, codec)
 
     def place_mean(self, reducer: int, message: Chunk, payload: Buffer) -> None:
-        """Put a chunk's mean, from any member, into the vector; raises ValueError if it is not valid."""
+        """Put a chunk's mean, which any member may have sent, into the vector; raises ValueError if it is invalid."""
         require(
             self.contributors.issuperset(message.missing), "its mean lacks members that contribute nothing"
         )
@@ -346,7 +348,7 @@ class Round:
         """Receive a member's contribution to this member's span, and send the means back."""
         self._streaming.add(member)
         self.lateness.heard_at[member] = loop_now()
-        if self._released:  # the member comes late, and may read when the vector already has other values
+        if self._released:  # the member is late, so it may still read when the vector has other values
             self._means = [(mean, bytes(payload)) for mean, payload in self._means]
             self._released = False
         returning = asyncio.create_task(self._return_means(stream))
@@ -385,7 +387,7 @@ class Round:
             logger.debug("means for %s broke off: %s", short(stream.peer), error)
 
     def take(self, member: int, message: Chunk, payload: Buffer) -> None:
-        """Add a member's contribution to a chunk; a member that sends an invalid one is dropped."""
+        """Add a member's contribution to a chunk; if the contribution is invalid, drop the member."""
         chunks = self.ledger.chunks[self.me]
         index = message.index
         numel = chunks[index].numel if 0 <= index < len(chunks) else 0
@@ -398,7 +400,7 @@ class Round:
             self._drop(member, str(error))
 
     def _drop(self, member: int, reason: str) -> None:
-        """Go on without the chunks that ``member`` did not deliver."""
+        """Finish the means without the chunks that ``member`` has not delivered."""
         if member in self.reducer.awaited():
             logger.debug("contributor %s is out: %s", short(self.id_of(member)), reason)
             self.trace.on_dropped(member, reason)
@@ -416,7 +418,7 @@ class Round:
             self.final[self.me].set()
 
     def _place_own(self, index: int) -> None:
-        """Encode the mean of a chunk; this member, too, takes the decoded values, so that all have equal bits."""
+        """Encode the mean of an own chunk; this member, too, takes the decoded mean, so that all have equal bits."""
         mean = self.reducer.mean(index)
         missing = self.reducer.missing(index)
         codec = self._mean_precision.at(self.ledger.chunk(self.me, index).start)
@@ -432,7 +434,7 @@ class Round:
         self._means.append((Chunk(index, True, missing, name), encoded))
 
     def on_open(self) -> None:
-        """Count a stream that a member has open here."""
+        """Count a stream that a member has opened here."""
         self.open_streams += 1
         self.idle.clear()
 
@@ -442,7 +444,7 @@ class Round:
             self.idle.set()
 
     def release(self) -> None:
-        """Free the memory of an averaged span that no member reads; late members get the means from the vector."""
+        """Free the memory of the averaged span, if no member reads it; late members get the means from the vector."""
         if self.open_streams or self.reducer.unfinished:
             return
         vector = self.ledger.vector
@@ -489,8 +491,9 @@ class Round:
 
     def _look_for_late_reducers(self, now: float) -> None:
         lateness = self.lateness
-        # While this peer waits for contributors, a reducer may wait for the same ones. So its limit begins when this
-        # peer's own span is averaged. A peer that has no span cannot know when that would be.
+        # While this peer waits for contributors, a reducer may wait for the same contributors. So a reducer's limit
+        # begins when this peer's own span is averaged. A peer without a span cannot know when that would be, so it
+        # waits for the forecast, or for the longest limit.
         begins_at = self._averaged_at
         if not self.ledger.chunks[self.me]:
             begins_at = lateness.since + max(self._forecast_s, lateness.longest_s())
@@ -501,17 +504,17 @@ class Round:
                 self._give_up(reducer, now)
 
     def _is_late(self, member: int, begins_at: float, now: float, *, times: float = 1.0) -> bool:
-        """Return True, and note it, if the wait for a member exceeds its limit and the time that the lines need."""
+        """Return True, and note that the member is late, if it exceeds its limit and the time that the lines need."""
         heard_at = self.lateness.heard_at[member]
-        # A chunk may take long over a slow line. At first all streams of the line get an equal part of it, so the first
-        # chunk takes its part of the round. A later chunk may take any part of the round.
+        # A chunk may take long over a slow line. At first all streams get an equal part of the line, so a first chunk
+        # takes the round's time divided by the number of chunks. A later chunk may take any part of the round.
         line_s = self._forecast_s
         if heard_at == self.lateness.since:
             line_s /= max(map(len, self.ledger.chunks))
         late_at = max(begins_at, heard_at) + max(times * self.lateness.limit_s(member), line_s)
         if member in self.lateness.left_out or now < late_at:
             return False
-        # The member may have received the group late, over the slow line of any other member.
+        # Over the slow line of any other member, this member may have received the group late.
         slow_s = max(allowance_s(self.peers.statistics(self.id_of(other)).rtt_s) for other in self.others)
         if now < late_at + slow_s:
             return False

@@ -1,19 +1,21 @@
 """Averaging any vector among all peers that call for it: a meeting (`assembly`), then groups on a grid.
 
-One averaging is a *pass*. All peers compute the same grid. Round r averages within the lines along axis r; each line
-is a separate group. After one round per axis all peers have the exact mean, and a failed peer affects only its
-own line (DeDLOC section 3.2 and Appendix C). The mean is exact for these reasons:
+One such averaging is a *pass*. All peers of a pass compute the same grid, in which each peer has a cell. A *line* along
+an axis has the cells that differ only in their coordinate on this axis. In round r, the peers of each line along axis r
+form one group and average. After one round per axis all peers have the exact mean. A failed peer affects only its own
+line (DeDLOC section 3.2 and Appendix C). The mean is exact for these reasons:
 
-- No cell is empty, because a line with an empty cell would miss another line's mean. So a cell may have several peers.
-- Each peer carries a *weight* with its values. After a round, the weight of all contributors is
-  divided equally among the line's cells, and within a cell among its peers.
-- A peer that misses a round keeps its values and its weight; the next pass includes them.
+- Each cell has at least one peer, and may have several. If a cell were empty, a line through it would miss the mean of
+  the line that crosses there.
+- Each peer carries a *weight* with its values. A round divides the sum of its contributors' weights equally among the
+  line's cells, and a cell's part equally among the peers of this cell.
+- A peer that misses a round takes its old values and its old weight into the next round of the pass.
 
-Members may vote for a group size, and the median vote counts. Without a vote, the organizer chooses it by its
+Members may vote for a group size, and the median vote counts. Without a vote, the organizer chooses the size by its
 measurements.
 
-From the beginning of a pass, a peer stands at the organizers of all its lines, so that the other peers of a line know
-whether it will still come.
+From the beginning of a pass, a peer has a stream open to the organizer of each of its lines. So the organizer knows
+whether the peer will still come.
 """
 
 import asyncio
@@ -43,8 +45,8 @@ from colab_swarm.tensors.codecs import Floats, Precision, all_finite, mean_codec
 from colab_swarm.tensors.vector import HostVector
 
 _MEMORY_ROUNDS = 20  # `RoundMeter` averages over about this many rounds
-# How long a line waits for peers that are still in the round before: seconds for a silent member there, and in addition
-# this many usual rounds.
+# A line waits for peers that are still in the round before: `_LAG_S` seconds, because a silent member may delay that
+# round, plus `_LAG_ROUNDS` times the usual time of a round.
 _LAG_S = 7.5
 _LAG_ROUNDS = 2.0
 # Parts of a weight must be valid weights, too (`group.valid_weight`).
@@ -54,10 +56,11 @@ _ROUND_TIMEOUT_S = 120.0  # maximum time for finding the group of one round
 
 
 class MoshpitGrid:
-    """The groups of each round; equal for all peers that know the same peers and seed.
+    """The groups of each round of a pass; equal at all peers that know the same peers and the same seed.
 
-    ``reachable`` says for each peer whether it accepts connections. ``group_size`` is raised until
-    every line has a peer that does. ``sides`` are the numbers of cells along each axis; each axis takes one round.
+    ``reachable`` says for each peer whether it accepts connections. If too few peers do, lines become longer than
+    ``group_size``, until each line has such a peer. ``sides`` are the numbers of cells along the axes; each axis takes
+    one round.
     """
 
     def __init__(self, seed: bytes, reachable: Mapping[PeerId, bool], group_size: int) -> None:
@@ -75,7 +78,7 @@ class MoshpitGrid:
         self.cells = dict(zip(order, cells, strict=False))
 
     def line(self, peer: PeerId, axis: int) -> tuple[PeerId, ...]:
-        """Return the peers that average along ``axis`` with ``peer``, which is included; sorted."""
+        """Return the peers of the line along ``axis`` through ``peer``, sorted; ``peer`` is one of them."""
         mine = self._across(peer, axis)
         return tuple(sorted(other for other in self.cells if self._across(other, axis) == mine))
 
@@ -86,8 +89,8 @@ class MoshpitGrid:
         """Return the weight that ``peer`` has in the next round.
 
         The weights of this round's contributions sum to ``weight``. This sum is divided equally among the cells of the
-        ``holders``, and within a cell among its peers. The ``holders`` are the peers that received the mean of this
-        group, which is one line of the grid; ``peer`` is one of them.
+        ``holders``, and a cell's part equally among the holders in it. The ``holders`` are the peers of the line that
+        received its mean; ``peer`` is one of them.
         """
         cells = [self.cells[holder] for holder in holders]
         return weight / len(set(cells)) / cells.count(self.cells[peer])
@@ -98,7 +101,7 @@ class MoshpitGrid:
 
 
 def _cells_of(sides: Sequence[int]) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
-    """Return the cells of a diagonal, which crosses every line, and all other cells."""
+    """Return the cells of a diagonal that crosses every line, and all other cells."""
     shortest = min(sides)
     diagonal = []
     others = []
@@ -111,7 +114,7 @@ def _cells_of(sides: Sequence[int]) -> tuple[list[tuple[int, ...]], list[tuple[i
 
 
 def rounds_for(peers: int, group_size: int) -> int:
-    """Return ceil(log_m n): the number of rounds in groups of ``group_size`` until all ``peers`` have the mean."""
+    """Return how many rounds in groups of m = ``group_size`` give all n = ``peers`` the mean: ceil(log_m n)."""
     rounds = 1
     while group_size**rounds < peers:
         rounds += 1
@@ -119,9 +122,10 @@ def rounds_for(peers: int, group_size: int) -> int:
 
 
 def plan_sides(peers: int, rounds: int) -> tuple[int, ...]:
-    """Return at most ``rounds`` sides, nearly equal, of a grid of at most ``peers`` cells.
+    """Return the nearly equal sides of a grid that has at most ``peers`` cells and at most ``rounds`` axes.
 
-    A side is 2 or more, so there may be fewer sides than ``rounds``. The last side is the longest.
+    With few peers there are fewer sides than ``rounds``, because a side has at least 2 cells. The last side is the
+    longest.
     """
     rounds = max(1, min(rounds, peers.bit_length() - 1))
     sides = []
@@ -137,29 +141,29 @@ def plan_sides(peers: int, rounds: int) -> tuple[int, ...]:
 
 @dataclass
 class RoundMeter:
-    """Chooses the size of groups by the measured times of rounds and failures per second. Pure."""
+    """Chooses the size of groups by measured times of rounds and by the rate of failures. Pure."""
 
-    overhead_s: float = 0.2  # of finding a group of any size; without failures: no timeouts
-    transfer_s: float = 0.8  # in a large group; a member of m moves (m - 1) / m of it
-    failures_per_s: float = 0.005
+    overhead_s: float = 0.2  # time to find a group of any size, measured in rounds without failures
+    transfer_s: float = 0.8  # time to average in a very large group; one of m members takes (m - 1) / m of it
+    failures_per_s: float = 0.005  # failures of one peer in a second
     _timed: int = 0
 
     def seconds(self, group_size: int) -> float:
         return self.overhead_s + self.transfer_s * (group_size - 1) / group_size
 
     def success_rate(self, peers: int, group_size: int) -> float:
-        """Return the global averages per second without a failure (DeDLOC Appendix C).
+        """Return how many global averages per second succeed, for groups of this size (DeDLOC Appendix C).
 
-        r(m) = (1-q)^(m ceil(log_m n)) / (T(m) ceil(log_m n)). Here q = 1 - exp(-failures_per_s T(m)) is the
-        probability that a peer fails in a round. If q were equal for all m, pairs would never be better than groups of
-        four.
+        r(m) = (1-q)^(m ceil(log_m n)) / (T(m) ceil(log_m n)), with n = ``peers``, m = ``group_size`` and T(m) the
+        seconds of a round. The probability q = 1 - exp(-failures_per_s T(m)) is that of a peer's failure in a round. If
+        q were equal for all m, pairs would never be better than groups of four.
         """
         rounds = rounds_for(peers, group_size)
         round_s = self.seconds(group_size)
         return math.exp(-self.failures_per_s * round_s * group_size * rounds) / (round_s * rounds)
 
     def choose_group_size(self, peers: int) -> int:
-        """Return the group size m >= 2 with the highest `success_rate`; of equally good sizes, the smallest."""
+        """Return the group size, at least 2, with the highest `success_rate`; if several are equal, the smallest."""
         return max(range(2, max(3, peers + 1)), key=partial(self.success_rate, peers))
 
     def on_round(self, members: int, failed: int, *, overhead_s: float, averaging_s: float) -> None:
@@ -177,10 +181,10 @@ class MoshpitResult:
 
     peers: tuple[PeerId, ...]  # all peers that took part, this peer included
     sides: tuple[int, ...]  # number of cells along each axis of the grid
-    rounds: tuple[GroupResult | None, ...]  # of this peer's groups, in order; None if it could not take part
+    rounds: tuple[GroupResult | None, ...]  # of this peer, in order; None where it took no part
     failed: int  # number of members of this peer's groups that did not join or were lost
-    seconds: float  # from the call to the mean
-    note: str = ""  # what went wrong, in words; empty if nothing did
+    seconds: float  # time from the call to its return
+    note: str = ""  # description of all problems; empty if there were none
 
     @property
     def complete(self) -> bool:
@@ -197,7 +201,7 @@ class MoshpitResult:
 
 
 class MoshpitAverager:
-    """Averages one named vector repeatedly with the other peers that call for it.
+    """Averages one named vector repeatedly, each time with the peers that call for it at about the same time.
 
     Warning: the codecs onebit, topk and sparseloco lose most of a vector, because there is no error feedback here. With
     these codecs, means are float16.
@@ -222,7 +226,7 @@ class MoshpitAverager:
         self._averager.forget(self._prefix)
 
     def _plan_size(self, tickets: Sequence[Ticket]) -> SharePlan:
-        """Return the size of the groups, as the share of each member; the tickets' weights are votes for it."""
+        """Return a plan in which each share is the size of the groups; the tickets' weights are the votes for it."""
         votes = [ticket.weight for ticket in tickets if ticket.weight]
         size: float = self.meter.choose_group_size(len(tickets))
         if votes:
@@ -232,7 +236,9 @@ class MoshpitAverager:
     async def average(
         self, values: Floats, *, weight: float = 1.0, group_size: int | None = None
     ) -> tuple[Floats, MoshpitResult]:
-        """Return the weighted mean over all peers that call now, or as much of it as was reached.
+        """Average ``values`` with all peers that call now; return the weighted mean, and the result of the pass.
+
+        If rounds failed, the returned vector is the mean over fewer peers.
 
         Args:
             values: a flat vector of finite numbers, of equal length at all peers; it is not changed.
@@ -240,7 +246,7 @@ class MoshpitAverager:
             group_size: vote for this size; None for no vote.
 
         Raises ValueError if an argument is not usable, RuntimeError if this peer is averaging
-        already. Failures of peers are never raised; the result shows them.
+        already. Failures of other peers raise no error; the result shows them.
         """
         require(all_finite(values), "values must be finite: there is a NaN, or a value beyond float32")
         text = f"weight={weight}: give 0 (only receive) or {_MIN_WEIGHT:g} to {_MAX_WEIGHT:g}"
@@ -265,7 +271,10 @@ class MoshpitAverager:
             self._busy = False
 
     def _line(self, meeting: Group, run: "_Pass", axis: int) -> Gathering:
-        """Return the gathering of this peer's line; its members that can be dialled organize, in their order."""
+        """Return the gathering of this peer's line along ``axis``.
+
+        The first member of the line that can be dialled organizes; if it is lost, the next one does.
+        """
         me = self._peers.id
         line = run.grid.line(me, axis)
         contacts = []
@@ -329,7 +338,7 @@ class _Pass:
         self.failed = 0
 
     def on_round(self, me: PeerId, line: Sequence[PeerId], values: Floats, result: GroupResult) -> int:
-        """Take the line's mean; returns the number of the line's members that failed."""
+        """Take the line's mean; return how many peers of the line failed."""
         weights = {member.id: member.weight for member in result.group.members}
         contributors = set(result.contributors)
         holders = []

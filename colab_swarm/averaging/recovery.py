@@ -1,20 +1,20 @@
 """Recovering the span of a lost reducer within the round (DeDLOC section 3.2).
 
-The first live reducer after the lost one, in member order, is the *coordinator*. If a survivor has the mean of a chunk,
-the coordinator takes it. Else the coordinator recomputes the mean as float32 from the survivors' contributions, in
-member order. The other members fetch the result from the coordinator, so all members end with equal bits. If the
-coordinator is lost, too, the next reducer takes its place.
+The first live reducer after the lost reducer, in member order, is the *coordinator*. If a survivor (a live member) has
+the mean of a chunk, the coordinator takes this mean. Else the coordinator recomputes the mean as float32 from the
+survivors' contributions, in member order. The other members fetch the result from the coordinator, so all members end
+with equal bits. If the coordinator is lost, too, the next reducer takes its place.
 
 There is no deadlock, because the two kinds of request wait for different things:
 
-1. A coordinator asks a member for its contribution. The member answers once it exchanges nothing more with the *lost
-   reducer*.
-2. A member asks a coordinator for a mean. The *coordinator* answers once it has ended its own recovery. In its recovery
-   a coordinator fetches means only from coordinators that precede it in member order.
+1. A coordinator asks a member for its contribution. The member answers once its own exchange with the lost reducer is
+   over.
+2. A member asks a coordinator for a mean. The coordinator answers once its own recovery of the span is over. In this
+   recovery it fetches means only from the reducers between the lost reducer and itself, in member order.
 
-A mean is sent in the codec of its reducer. If a decoded mean is encoded again, the bytes are the same, so all members
-compute the digest of the same bytes. An assistant, which reduces but does not train,
-needs no means. It recovers a span only when another member asks for it.
+A mean is sent in the codec of its reducer. Encoding a decoded mean again gives the same bytes, so all members compute
+their digests of the same bytes. An assistant, which reduces but does not train, needs no means. It recovers a span only
+when another member asks for this span.
 """
 
 import asyncio
@@ -38,17 +38,17 @@ logger = logging.getLogger(__name__)
 
 
 class Recovery:
-    """Recovers the spans of lost reducers at one member; at an assistant only when another member asks for a span."""
+    """Recovers the spans of lost reducers at one member; at an assistant, only on another member's request."""
 
     def __init__(self, own: "Round") -> None:
         self.own = own
         # An assistant recovers each span only once.
         self._recovering = [asyncio.Lock() for _ in own.group.members]
-        # Members that have refused, or were lost or late; they are not asked for another span.
+        # Members that refused, were lost or were late; this member asks them for no other span.
         self._failed: set[int] = set()
 
     async def recover(self, reducer: int) -> None:
-        """Get those missing chunks of a lost reducer's span that other members can give."""
+        """Fetch the missing chunks of a lost reducer's span from its coordinator, or recompute them as coordinator."""
         own = self.own
         count = len(own.group.members)
         following = [(reducer + step) % count for step in range(1, count)]
@@ -63,7 +63,7 @@ class Recovery:
             try:
                 async with self._recall(coordinator, reducer, contributions=False) as stream:
                     for index in own.ledger.lacking(reducer):
-                        # More time, because the coordinator itself waits for survivors.
+                        # The coordinator gets more time, because it may itself wait for survivors.
                         message, payload = await self._read(stream, index, own.lateness.longest_s())
                         if message.averaged:
                             own.place_mean(reducer, message, payload)
@@ -90,7 +90,7 @@ class Recovery:
         for index in opening.wanted:
             require(own.ledger.readable, "the round of this span is over", Refusal)
             message, payload = self._answer(opening, index)
-            # Copied: the round may end, and its vector be reused, while the item waits for room.
+            # Copied, because the vector may be reused for another round while this item waits to be sent.
             await stream.send(message, bytes(payload))
             own.trace.sent_bytes += len(payload)
         await stream.end()
@@ -169,7 +169,7 @@ class Recovery:
             yield stream
 
     async def _read(self, stream: Stream, index: int, more_s: float = 0.0) -> tuple[Chunk, Buffer]:
-        """Return a survivor's chunk; ``more_s`` is how long this survivor may wait for others."""
+        """Return the next chunk from a survivor, which gets ``more_s`` seconds in addition to its limit."""
         own = self.own
         member = own.group.index_of(stream.peer)
         assert member is not None

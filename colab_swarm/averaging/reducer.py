@@ -1,15 +1,15 @@
 """The pure core of a reducer: weighted means of one span, chunk by chunk, as contributions arrive.
 
-- A chunk is finished when every member that is still expected has delivered it. After that its mean never changes.
-- A member is dropped if it is lost, or if it sends invalid data: NaN, values whose root mean square is over
-  ``most_rms``, a wrong length, or an unknown chunk. Its chunks that have arrived stay in the means. Nothing more is
-  accepted from it, and the means of all other chunks are taken without its weight.
+- A chunk is finished when every expected member has delivered it. After that its mean never changes.
+- The reducer drops a member that is lost, late, or sends invalid data: NaN, values whose root mean square is over
+  ``most_rms``, a wrong length, or an unknown chunk. The chunks that the member delivered before stay in the means. The
+  means of all other chunks do not include the member or its weight.
 - A chunk without contributions has no mean, so members keep their local values.
-- Sums are float32, in the order of arrival. The values are scaled by weight / total weight before, so that
-  the sums cannot overflow.
+- Sums are float32, in the order of arrival. Values are multiplied by weight / total weight before they are added, so
+  that the sums cannot overflow.
 
-The state consists of sets of members: those in ``_expected`` still have to deliver chunks, and those in
-``_delivered[chunk]`` are in this chunk's sum.
+The state consists of sets of members: ``_expected`` has the contributors that were not dropped, and
+``_delivered[chunk]`` the members whose values are in this chunk's sum.
 """
 
 import math
@@ -31,17 +31,17 @@ DIGEST_BYTES = 16
 
 @dataclass(frozen=True)
 class PlacedChunk:
-    """The codec of a chunk's mean, which is empty if there is no mean, and the members that are missing in it."""
+    """How a chunk was settled."""
 
-    codec: str = ""
-    missing: tuple[int, ...] = ()
+    codec: str = ""  # codec of its mean; empty if there is no mean
+    missing: tuple[int, ...] = ()  # members of positive weight that are not in the mean
 
 
 class SpanLedger:
     """The vector of one member, and the state of each chunk of each reducer's span.
 
     When the round ends, the ledger becomes unwritable, because the trainer then applies the vector. When the next round
-    ends, the ledger becomes unreadable, because the trainer then reuses the vector.
+    ends, this ledger becomes unreadable, because the trainer then reuses its vector.
     """
 
     def __init__(self, group: Group, vector: Vector) -> None:
@@ -56,7 +56,7 @@ class SpanLedger:
         self._undigested: deque[tuple[tuple[int, int], Buffer]] = deque()
 
     def chunk(self, reducer: int, index: int) -> Span:
-        """Return the place of a chunk of a reducer's span; raises ValueError if there is none."""
+        """Return where chunk ``index`` of a reducer's span is in the vector; raises ValueError if it does not exist."""
         if not 0 <= reducer < len(self.chunks) or not 0 <= index < len(self.chunks[reducer]):
             raise ValueError(f"there is no chunk {index} of span {reducer}")
         return self.chunks[reducer][index]
@@ -93,13 +93,13 @@ class SpanLedger:
         return self._placed.get((reducer, index), PlacedChunk())
 
     def digest_means(self) -> None:
-        """Compute the digests of the encoded means that have arrived; only one thread at a time may call it."""
+        """Compute the digests of the encoded means that have arrived. Only one thread at a time may call this."""
         while self._undigested:
             place, mean = self._undigested.popleft()
             self._digests[place] = blake3(mean).digest(DIGEST_BYTES)
 
     def digest(self) -> bytes:
-        """Return a digest of all values, which is equal at members that hold the same means."""
+        """Return a digest of all values; it is equal at members that hold the same means of all chunks."""
         self.digest_means()
         whole = blake3()
         for reducer, chunks in enumerate(self.chunks):
@@ -114,7 +114,7 @@ class SpanLedger:
         return [index for index in range(len(self.chunks[reducer])) if not self.settled(reducer, index)]
 
     def kept_local(self) -> tuple[Span, ...]:
-        """Return the values that are still this member's own, as the smallest number of spans."""
+        """Return the spans that have no mean and so keep this member's own values; neighbouring chunks are joined."""
         kept: list[Span] = []
         for reducer, chunks in enumerate(self.chunks):
             for index, chunk in enumerate(chunks):
@@ -127,14 +127,14 @@ class SpanLedger:
         return tuple(kept)
 
     def incomplete(self) -> Collection[int]:
-        """Return the members that are missing in at least one mean."""
+        """Return the members whose values are missing in at least one settled chunk."""
         incomplete = set[int]()
         for placed in self._placed.values():
             incomplete.update(placed.missing)
         return incomplete
 
     def gaps(self) -> tuple[tuple[Span, tuple[int, ...]], ...]:
-        """Return the chunks in whose means members are missing, with these members; all members if there is no mean."""
+        """Return each chunk that lacks contributions, and the missing members; without a mean, these are all."""
         everyone = tuple(range(len(self.chunks)))
         gaps = []
         for reducer, chunks in enumerate(self.chunks):
@@ -149,8 +149,8 @@ class SpanLedger:
 class SpanReducer:
     """Averages the span of these ``chunks`` for the whole group; members of weight 0 send nothing.
 
-    ``sums`` is float32 memory for the span, and contains the means in the end. Later `Round.release` replaces it by
-    views of the vector.
+    ``sums`` is float32 memory for the span. When all chunks are finished it contains the means. After the round,
+    `Round.release` may replace it by views of the vector.
     """
 
     def __init__(
@@ -170,7 +170,7 @@ class SpanReducer:
         self.unfinished = set(range(len(chunks)))
 
     def on_chunk(self, member: int, chunk: int, values: Floats) -> bool:
-        """Add one contribution, if it is expected; return True if it finished the chunk.
+        """Add a member's contribution to a chunk, if it is expected; return True if the chunk is finished now.
 
         Raises ValueError, and changes nothing, if the contribution is invalid. Then call `drop` for the member.
         """
@@ -197,12 +197,12 @@ class SpanReducer:
         return self._finished(chunk)
 
     def drop(self, member: int) -> list[int]:
-        """Expect nothing more from a member; returns the chunks that are finished by this."""
+        """Expect nothing more from a member; return the chunks that are finished now."""
         self._expected.discard(member)
         return self.finished()
 
     def mean(self, chunk: int) -> Floats | None:
-        """Return the mean of a finished chunk (a view of ``sums``); None if it has no contribution or overflowed."""
+        """Return the mean of a finished chunk, a view of ``sums``; None without contributions, or after an overflow."""
         if not self._delivered[chunk] or not math.isfinite(self._mean_rms[chunk]):
             return None
         return self.sums[chunk]
@@ -223,7 +223,7 @@ class SpanReducer:
         return sorted(awaited)
 
     def finished(self) -> list[int]:
-        """Return the chunks that have just become finished; if all weights are 0, these are all chunks at first."""
+        """Return the chunks that become finished now; if all weights are 0, the first call returns all chunks."""
         return [chunk for chunk in sorted(self.unfinished) if self._finished(chunk)]
 
     def _finished(self, chunk: int) -> bool:
@@ -245,7 +245,7 @@ def average_chunk(
     contributions: Mapping[int, Floats],
     most_rms: float = math.inf,
 ) -> tuple[Floats | None, tuple[int, ...]]:
-    """Average a chunk again, from ``contributions`` by member; return its mean and the members missing in it."""
+    """Average a lost reducer's chunk from ``contributions`` by member; return the mean, and its missing members."""
     sums = np.empty(chunk.numel, np.float32)
     again = SpanReducer([chunk], weights, sums, most_rms)
     for member, values in sorted(contributions.items()):
