@@ -1,8 +1,9 @@
 """A meeting: the peers that call for it at about the same time become one group.
 
-Each waiting peer publishes in the DHT since when it waits. The organizer is the peer that has waited longest and can be
-dialled; each other peer opens a stream to it immediately (see `rendezvous`). The meeting closes when all awaited peers
-have come, or at a fixed time. After that all peers leave the organizer, so a late peer takes part in the next meeting.
+Each waiting peer publishes in the DHT since when it waits. Of the peers that can be dialled, the peer that has waited
+longest organizes. Each other peer opens a stream to it immediately (see `rendezvous`). The meeting closes when all
+awaited peers have come, or at a fixed time. After that all peers leave the organizer, so a late peer takes part in the
+next meeting.
 """
 
 import asyncio
@@ -30,7 +31,7 @@ WINDOW_S = 5.0  # from the first ticket of a meeting until it closes
 _TELL_S = 5.0  # between two records of a peer that waits
 _TTL_S = 30.0
 _READ_S = 0.25  # between two readings of the records
-_LATER_S = 1.0  # a peer that writes a record this long after the last meeting was not in that meeting
+_LATER_S = 1.0  # if a record was written this long after the last meeting, its peer was not in that meeting
 
 
 class WaitingPeer(Message, frozen=True):
@@ -43,7 +44,7 @@ class WaitingPeer(Message, frozen=True):
 
 
 class Gathering:
-    """Finds one group. Within this async context manager, the peer stands at the organizer of the group.
+    """Finds one group. Within this async context manager, the peer has a stream open to the group's organizer.
 
     Attributes:
         group: the group, once it has formed. This peer is not in it if its ticket came too late.
@@ -93,7 +94,7 @@ class Gathering:
 
 
 class Assembly:
-    """One peer's part in the meetings of one name. If ``size`` is given, each meeting has exactly this many members.
+    """One peer's part in the meetings of one ``prefix``; ``size`` is the exact number of members, None for any.
 
     Attributes:
         waiting: the records of the peers that wait on the same terms, this peer included, as they were last read.
@@ -116,7 +117,7 @@ class Assembly:
         self._size = size
         self._own = WaitingPeer(math.inf, ())
         self.waiting: dict[PeerId, WaitingPeer] = {}
-        self._others: dict[PeerId, float] = {}  # peers with other terms: when they wrote first
+        self._others: dict[PeerId, float] = {}  # peers with other terms: time of the first record
         self._known = asyncio.Event()  # the records have been read
         self._awaited: set[PeerId] = set()  # members of the last meeting, and peers that came too late for it
         self._ended_at = -math.inf  # when the last meeting ended, in swarm time
@@ -130,8 +131,8 @@ class Assembly:
         """Wait for other peers and return the group, which is the same at all its members.
 
         Peers with the same ``terms``, a readable text, meet. ``weight`` is this peer's weight in the group. Without a
-        size, a peer that no other peer joins is alone in its group. With a size, this call waits as long as it takes.
-        With a size it raises ValueError if a waiting peer has other terms, and RoundRefused if the group is full.
+        size, a peer that no other peer joins is alone in its group. With a size, this call waits without a time limit,
+        raises ValueError if a waiting peer has other terms, and raises RoundRefused if the group is full.
         """
         self.close()
         self._own = WaitingPeer(self._peers.time(), self._peers.contact.addresses, terms)
@@ -155,7 +156,7 @@ class Assembly:
             self._telling = asyncio.create_task(self._tell(_TTL_S))
 
     async def _gather(self, weight: float, awaited: frozenset[PeerId], watching: asyncio.Task[None]) -> Group:
-        """Return the next group that forms; this peer may not be a member of it."""
+        """Return the next group that forms; it may not include this peer."""
         schema = hashlib.sha256(self._own.terms.encode()).digest()[:16]
         terms = RoundTerms(self._prefix, 0, b"", 1, schema)
         window_s = math.inf
@@ -173,7 +174,7 @@ class Assembly:
             return gathering.group.result()
 
     async def organizers(self) -> Sequence[Contact]:
-        """Return the waiting peers that can be dialled, the longest waiting first; this peer if there are none."""
+        """Return the waiting peers that can be dialled, longest wait first; this peer alone if there are none."""
         await self._known.wait()
         waiting = sorted(self.waiting, key=lambda peer: (self.waiting[peer].since, peer))
         contacts = [Contact(peer, self.waiting[peer].addresses) for peer in waiting]
@@ -207,7 +208,7 @@ class Assembly:
         self._on_records({**records, self._peers.id: self._own})
 
     def _on_records(self, records: Mapping[PeerId, WaitingPeer]) -> None:
-        """Take the records; with a size, raises ValueError if a waiting peer has other terms."""
+        """Take the records that were read; with a size, raises ValueError if a waiting peer has other terms."""
         self.waiting = {}
         for peer, record in records.items():
             if record.terms == self._own.terms:

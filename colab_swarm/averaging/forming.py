@@ -1,8 +1,8 @@
 """The pure core of an organizer: which peers stand at it, whose state counts, and the group once the batch is full.
 
 A peer *stands at* an organizer while its stream to the organizer is open. All these peers become members of the next
-group. Members that *hold* the state of the branch contribute by their tickets; the other members *follow* with weight
-0. `Batch` decides which peer computes how many samples.
+group. Members that *hold* the state of the branch (its step and lineage) contribute by their tickets. The other members
+*follow*: they take part with weight 0. `Batch` decides which peer computes how many samples.
 """
 
 import hashlib
@@ -39,7 +39,8 @@ def branch_of(
 ) -> tuple[int, bytes]:
     """Return the highest step that at least half of the peers have reached, and the lineage most common at this step.
 
-    If lineages are equally common, that of a peer for which ``first(peer)`` is true wins, then that of the smallest id.
+    If lineages are equally common, the lineage of a peer for which ``first(peer)`` is true wins. If there is no such
+    peer, the lineage of the peer with the smallest id wins.
     """
     steps = sorted((step for step, _ in states.values()), reverse=True)
     step = steps[(len(steps) - 1) // 2]
@@ -50,18 +51,19 @@ def branch_of(
 
 
 def order_of(group_key: bytes, peers: Iterable[PeerId]) -> list[PeerId]:
-    """Return the order in which peers would organize the step after a group; all peers compute the same order."""
+    """Return the order in which peers succeed one another as organizer after a group; it is equal at all peers."""
     return sorted(set(peers), key=lambda peer: hashlib.sha256(group_key + peer).digest())
 
 
 def elect(
     tickets: Mapping[PeerId, Ticket], agree: Callable[[Ticket, Ticket], bool], first: PeerId
 ) -> tuple[Ticket | None, tuple[int, ...]]:
-    """Return a witness, which is a ticket that agrees with those of most peers, and the indices of these peers.
+    """Return the witness, a ticket with which the tickets of most peers agree, and the indices of these peers.
 
-    First the largest set of peers with equal learning rates is chosen, then in it the largest set with equal sketches.
-    Of two sets of equal size, one with a sketch wins, then one in which a peer reports no change outside a step, then
-    one with the peer ``first``. ``agree`` compares two tickets; it compares their sketches if both have one.
+    `elect` chooses the largest set of peers with equal learning rates, and within it the largest set with equal
+    sketches. Of two sets of equal size, a set with a sketch wins, then a set in which a peer reports no change outside
+    a step, then the set with the peer ``first``. ``agree`` compares two tickets; it compares their sketches only if
+    both have one. Without two tickets that have a weight and rates, the witness is None.
     """
     shown = {peer: ticket for peer, ticket in tickets.items() if ticket.weight and ticket.rates}
     if len(shown) < 2:
@@ -96,29 +98,29 @@ def _alike(tickets: Mapping[PeerId, Ticket], agree: Callable[[Ticket, Ticket], b
 
 
 def holders_of(group: Group) -> set[PeerId]:
-    """Return the members that hold the parameters; the other members follow."""
+    """Return the members that hold the parameters of the branch; the other members follow."""
     return {group.members[index].id for index in group.holders}
 
 
 def step_after(group: Group) -> int:
-    """Return the step of the members after a group's round; if no member has a weight, they take no step."""
+    """Return the step that the members are at after a group's round; without a weight, the round takes no step."""
     return group.terms.step + any(member.weight for member in group.members)
 
 
 @dataclass(frozen=True)
 class FormationSettings:
-    """What all peers of a collaboration agree on.
+    """The settings of a collaboration, on which all its peers agree.
 
     Attributes:
-        terms: the terms of its rounds; step and lineage are filled in from the branch.
+        terms: the terms of its rounds; the organizer fills in step and lineage from the branch.
         target: number of samples in a step.
         strategy: decides how much each member reduces.
         least: minimum number of members before the first grant.
-        agree: returns True if two members have equal learning rates and states, by their tickets.
-        window_s: time from a meeting's first ticket until the meeting closes, in seconds. None if this is no meeting
-            (a single group), but a training with one group per step.
+        agree: returns True if two tickets show equal learning rates and equal states.
+        window_s: time from a meeting's first ticket until the meeting closes, in seconds. A meeting has a single group;
+            None stands for a training, which has one group per step.
         size: exact number of members of a meeting; None for any number.
-        awaited: without a size, a meeting closes as soon as these peers have a ticket.
+        awaited: if there is no size, the meeting closes as soon as these peers have a ticket.
     """
 
     terms: RoundTerms
@@ -133,7 +135,7 @@ class FormationSettings:
 
 @dataclass
 class Action:
-    """What the organizer does now: it sends these grants, or the group. It asks again at ``look_at`` or at an event."""
+    """What the organizer does now: it sends these grants or the group, and looks again at ``look_at``."""
 
     grants: dict[PeerId, float] = field(default_factory=dict)
     group: Group | None = None
@@ -147,11 +149,11 @@ class Formation:
         key: id of the last group; empty at the beginning.
         contacts: contacts of the peers that stand here.
         batch: the batch of the present step.
-        awaited: peers for which a meeting waits; the service removes a peer whose link is lost.
+        awaited: peers for which a meeting waits; `Rendezvous` removes a peer whose link is lost.
         next_step: step of the next group. It is 0 before the first group here, because a late joiner may then load
             the state of any step.
-        missing: live holders of the last group that do not stand here, and may already have a group of this step. The
-            service removes those that say they have none. No group is formed until this is empty.
+        missing: live holders of the last group that do not stand here, and may already have a group of this step.
+            `Rendezvous` asks each of them, and then removes it. No group is formed until ``missing`` is empty.
     """
 
     def __init__(
@@ -188,7 +190,7 @@ class Formation:
     # What peers say.
 
     def on_attend(self, peer: PeerId, message: Attend) -> str:
-        """Let a peer stand here; return the reason if it is refused, else an empty text."""
+        """Let a peer stand here; return an empty text, or the reason for which the peer is refused."""
         addresses = message.contact.addresses
         if message.contact.id != peer:
             return "a contact is personal"
@@ -213,7 +215,7 @@ class Formation:
         return ""
 
     def on_report(self, peer: PeerId, report: StepReport, now: float) -> str:
-        """Take a report; return what is wrong with it, or an empty text."""
+        """Take a report; return a text on what is wrong with it, or an empty text."""
         if peer in self._told and report.key != self.key:
             return ""  # it belongs to the step before
         ticket = report.ticket
@@ -246,7 +248,7 @@ class Formation:
             self.batch.on_lost(peer)
 
     def granted_before(self, peer: PeerId) -> float | None:
-        """Return the grant that a peer from another organizer has here; None if it has none, or reported already."""
+        """Return the grant that the last group gave a peer, while the peer has not reported here; else None."""
         one = self.batch.participants.get(peer)
         return one.granted if one is not None and one.report is None else None
 
@@ -257,7 +259,7 @@ class Formation:
 
     @property
     def branch(self) -> tuple[int, bytes] | None:
-        """Step and lineage of the state that counts; None if no peer here has a state."""
+        """Step and lineage of the branch, whose state counts here; None if no peer here has a state."""
         states = {}
         for peer, one in self.batch.participants.items():
             report = one.report
@@ -270,16 +272,16 @@ class Formation:
 
     @property
     def holders(self) -> list[Participant]:
-        """The peers here that hold the state that counts."""
+        """The peers here that hold the state of the branch."""
         return [one for one in self.batch.participants.values() if one.holds and one.report]
 
     def _averages(self, peer: PeerId, report: StepReport) -> bool:
-        """Return True if a member of the last group still has the state before it, because its round is not over."""
+        """Return True if a holder of the last group still has that group's state, because its round is not over."""
         state = report.step, report.lineage
         return report.ticket is None and peer in self._before and state == self._before_state
 
     def _follows(self, report: StepReport) -> bool:
-        """Return True if a peer follows for a trainer that is idle: it keeps the means, and holds an older state."""
+        """Return True if a peer only follows, because its trainer is idle: it keeps the means, its state is older."""
         return (
             self._before_state is not None and report.key == self.key and report.step < self._before_state[0]
         )
@@ -288,7 +290,7 @@ class Formation:
         return peer == self._me
 
     def _judge(self) -> None:
-        """Note for each peer whether it holds the state that counts."""
+        """Note for each peer whether it holds the state of the branch."""
         branch = self.branch
         for peer, one in self.batch.participants.items():
             if one.report is not None:
@@ -298,7 +300,7 @@ class Formation:
     # What comes of it.
 
     def next_action(self, now: float, live: Collection[PeerId]) -> Action:
-        """Return what to do now; ``live`` are the peers believed to be alive, whether they stand here or not."""
+        """Return the next action; ``live`` are the peers that are believed to be alive, here or elsewhere."""
         if self.settings.window_s is not None:
             return self._meet(now, self.settings.window_s)
         if not self.key and len(self.holders) < self.settings.least:
@@ -323,7 +325,7 @@ class Formation:
         return Action(look_at=self._closes_at)
 
     def _ready(self) -> list[PeerId]:
-        """Return the peers that have a ticket, in the order in which they came, at most a meeting's size."""
+        """Return the peers that have a ticket, in the order in which they came, at most ``settings.size`` peers."""
         ready = []
         for peer in self.contacts:
             one = self.batch.participants.get(peer)
@@ -400,7 +402,10 @@ class Formation:
         )
 
     def _next_organizer(self) -> PeerId:
-        """Return this peer, unless it cannot be dialled, or is less than half as fast as another that can."""
+        """Return this peer, if it can be dialled and is at least half as fast as the fastest other such holder.
+
+        Else return that holder. If this peer cannot be dialled and there is no such holder, return an assistant.
+        """
         others = []
         for peer, one in self.batch.participants.items():
             if peer != self._me and one.holds and one.seconds and self.contacts[peer].addresses:
@@ -427,7 +432,7 @@ class Formation:
         self._carry_on(group, before, now)
 
     def _carry_on(self, group: Group, before: Mapping[PeerId, Participant], now: float) -> None:
-        """Await the members of a group, with its grants and with what was known of them ``before``."""
+        """Await the members of a group, with the group's grants and with their participants of the step ``before``."""
         for member, granted in zip(group.members, group.grants, strict=True):
             if member.id in before:
                 one = before[member.id]

@@ -1,13 +1,13 @@
 """The organizer's part of a step: it divides the batch among the peers, and says when the batch is full. Pure.
 
-Each peer that stands at the organizer has a *grant*: the number of samples that it should compute for this step. The
-peer reports how many it has counted. When its grant is used up, it sends a ticket. All grants together are the batch,
-rounded up once to whole micro-batches. So each batch becomes full at any speeds, and all peers end at about the same
-time.
+Each peer that stands at the organizer (has a stream open to it) has a *grant*: the number of samples that it should
+compute for this step. The peer reports how many samples it has counted. When its grant is used up, it sends a ticket.
+All grants together are the batch, rounded up once to whole micro-batches. So each batch becomes full at any speeds, and
+all peers end at about the same time.
 
-If a peer vanishes, pauses or is late, the grants of the others rise immediately by the samples that it had not counted.
-Grants fall if the step would otherwise take half as long again. The samples that are taken back from a peer are granted
-to others once this peer has answered.
+If a peer vanishes, pauses or is late, the grants of the others rise immediately by the samples that this peer had not
+counted. Grants fall if the step would otherwise take half as long again. The organizer grants the samples that it takes
+back from a peer to others once this peer has answered.
 """
 
 import hashlib
@@ -29,7 +29,7 @@ _LONGER = 1.5  # if a step takes more than this many times its best time, grants
 _EQUAL = 1.2  # times that differ by less than a fifth count as equal
 _MOMENT_S = 0.02  # what the network's jitter may add to a time
 _UNKNOWN_S = 1.0  # assumed time of a micro-batch while no peer's time is known
-# A peer's figures for its micro-batches are believed down to these limits, so that a plan can be computed.
+# Smaller figures of a peer for its micro-batches are raised to these limits, so that a plan can be computed.
 _LEAST_S = 1e-6
 _LEAST_PART = 1e-6  # part of the target
 
@@ -46,9 +46,10 @@ class Worker(NamedTuple):
 def plan(workers: Sequence[Worker], samples: float) -> list[int]:
     """Return how many micro-batches each worker computes, so that together they have these samples soonest.
 
-    T is the earliest time at which ``sum(floor((T - free_at) / seconds) * samples)`` is enough; it is found by
-    bisection. Micro-batches that are too many are taken from the workers that have most, so the sum is rounded up only
-    once. A worker gets at least one micro-batch before that if its first one ends no later than a fifth after T.
+    Bisection finds T, the earliest time at which ``sum(floor((T - free_at) / seconds) * worker.samples)`` over the
+    workers is at least ``samples``. Then a worker gets at least one micro-batch if its first micro-batch ends at most a
+    fifth later than T, counted from the earliest ``free_at``. Last, superfluous micro-batches are taken from the
+    workers that have most, so the sum is rounded up only once.
     """
     if samples <= 0 or not workers:
         return [0] * len(workers)
@@ -91,14 +92,14 @@ class Participant:
     """A peer that stands at the organizer, as its reports of this step describe it.
 
     Attributes:
-        granted: samples that it may compute; the peer may not know the newest grant yet.
+        granted: samples that the peer may compute; it may not know the newest grant yet.
         obeys: the grant that the peer last confirmed. It is more than ``granted`` until the peer knows of a cut.
         report: the last report; None if the peer has not reported since the last group.
-        holds: True if its state is the one that counts; `Formation` sets it.
-        late_at: when it is late: by then its count will have stood still for longer than its limit.
+        holds: True if the peer holds the state of the branch; `Formation` sets this.
+        late_at: the time at which the peer is late, because its count stood still for its limit.
         seconds: time of a micro-batch; 0 while not known.
         samples: number of samples in a micro-batch.
-        begun_at: when its present micro-batch began.
+        begun_at: when the present micro-batch of the peer began.
     """
 
     peer: PeerId
@@ -117,7 +118,7 @@ class Participant:
 
     @property
     def ready(self) -> bool:
-        """True if its ticket is valid: it has computed all that was granted, or computes no more for this step."""
+        """True if the peer has a valid ticket: it used its grant up, or computes nothing more for this step."""
         report = self.report
         if report is None or report.ticket is None or not self.holds:
             return False
@@ -125,7 +126,7 @@ class Participant:
 
     @property
     def able(self) -> bool:
-        """True if it can compute samples for this step."""
+        """True if the peer can compute samples for this step."""
         report = self.report
         if report is None:
             return self.granted > 0
@@ -133,19 +134,19 @@ class Participant:
 
     @property
     def computes_on(self) -> bool:
-        """True if its ticket is final, and it already computes for the next step."""
+        """True if the peer's ticket is final, and the peer already computes for the next step."""
         return self.holds and self.report is not None and self.report.final and not self.report.away
 
     @property
     def left(self) -> float:
-        """Samples that it will still compute, by the larger of its old and its new grant."""
+        """Samples that the peer will still compute, by the larger of its old and its new grant."""
         return max(self.granted, self.obeys, self.counted) - self.counted
 
 
 class Batch:
     """Divides the ``target`` samples of one step among the peers that stand here; ``key`` is the last group's id.
 
-    ``patience`` knows how long the count of each peer may stand still. `Formation` decides whose state counts.
+    ``patience`` knows how long the count of each peer may stand still. `Formation` decides which peers hold the state.
     """
 
     def __init__(self, target: float, key: bytes, patience: Patience[PeerId], now: float) -> None:
@@ -166,7 +167,7 @@ class Batch:
             one.seconds = max(report.batch_s, _LEAST_S)
         if report.batch_samples:
             one.samples = max(report.batch_samples, _LEAST_PART * self.target)
-        # Its micro-batch may have begun before this step, but not long before.
+        # The peer's micro-batch may have begun before this step, but not long before.
         age_s = min(report.age_s, now - self.begun_at + self.limit_s(one))
         report = msgspec.structs.replace(report, age_s=age_s)
         if report.batch_s and (before is None or report.counted > before.counted):
@@ -178,21 +179,21 @@ class Batch:
             # Before this report, nothing was known of the time that this peer needs.
             one.late_at = max(one.late_at, now + self.limit_s(one))
         if before is None and not one.granted:
-            # Another organizer granted this before; this organizer can take it back like its own grants.
+            # Another organizer made this grant; this organizer can take it back like its own grants.
             one.granted = report.granted
         one.begun_at = now - report.age_s
         one.obeys = report.granted
         one.report = report
 
     def excuse(self, peers: Iterable[PeerId], now: float) -> None:
-        """Let no peer of these be late yet, because its round is not over, or because this process was stopped."""
+        """Give these peers more time, because their round is not over, or because this process was stopped."""
         for peer in peers:
             one = self.participants.get(peer)
             if one is not None:
                 one.late_at = max(one.late_at, now + self.limit_s(one))
 
     def on_lost(self, peer: PeerId) -> None:
-        """Forget a peer whose stream has ended; the other peers compute its part."""
+        """Forget a peer whose stream has ended, so that the other peers compute its part."""
         self.participants.pop(peer, None)
 
     # Who is awaited.
@@ -202,7 +203,7 @@ class Batch:
         return max(self.patience.limit_s(one.peer), 2 * one.seconds) + REPORT_S
 
     def awaited(self, now: float) -> list[Participant]:
-        """Return the peers that compute, or may compute more, and are not late."""
+        """Return the peers that compute or may get a higher grant, and are not late."""
         return [one for one in self.participants.values() if one.able and (one.ready or now < one.late_at)]
 
     @property
@@ -213,7 +214,7 @@ class Batch:
     def full(self) -> bool:
         """True if the tickets together have the target, or if no peer computes for this step any more.
 
-        In the second case the batch is short: all peers that go on computing do so for the next step.
+        In the second case the batch is short: peers that go on computing already do so for the next step.
         """
         if self.ready_samples >= self.target > 0:
             return True
@@ -222,15 +223,15 @@ class Batch:
         return not computes and any(report.final and report.counted for report in reports)
 
     def look_at(self, now: float) -> float:
-        """Return when the next peer will be late if it does not report before; infinite if there is none."""
+        """Return when the next peer will be late if it does not report before; infinite if no peer can be late."""
         times = [one.late_at for one in self.awaited(now) if not one.ready]
         return min(times, default=math.inf)
 
     @property
     def late(self) -> dict[PeerId, float]:
-        """The peers that were late, and for how long each was awaited.
+        """The peers that were late, and the seconds for which each was awaited.
 
-        Empty if most peers were late, because then all of them may evaluate at the same time.
+        Empty if most peers were late, because then all peers may evaluate at the same time.
         """
         return self._late if 2 * len(self._late) <= len(self.participants) else {}
 
@@ -263,9 +264,9 @@ class Batch:
         return changed
 
     def _expected(self, awaited: Sequence[Participant]) -> float:
-        """Return the samples that are counted, or are expected to be counted.
+        """Return how many samples are counted, or are expected to be counted.
 
-        The counted samples of a late or paused peer are included while another peer still computes.
+        Samples that a late or paused peer has counted are included while another peer still computes.
         """
         total = sum(one.counted + one.left for one in awaited)
         computes = any(not one.ready for one in awaited)
@@ -276,7 +277,7 @@ class Batch:
         return total
 
     def _worker(self, one: Participant, now: float) -> Worker:
-        """Return the worker of a peer for the plan; its present micro-batch is the first one of the plan."""
+        """Return the worker that stands for a peer; the worker's first micro-batch is the peer's present one."""
         seconds = one.seconds or self._usual_s(one)
         order = _order(self.key, one)
         report = one.report
@@ -293,7 +294,7 @@ class Batch:
     def _take_back(self, awaited: Sequence[Participant], now: float) -> dict[PeerId, float]:
         """Lower grants if the step would take half as long again as it must.
 
-        The samples that are taken back from a peer are granted to others once this peer has answered.
+        Others get the samples that are taken back from a peer once this peer has answered.
         """
         workers = [self._worker(one, now) for one in awaited]
         counts = plan(workers, self.target - self._expected(awaited) + sum(one.left for one in awaited))
@@ -315,7 +316,7 @@ class Batch:
         return changed
 
     def _give(self, awaited: Sequence[Participant], missing: float, now: float) -> dict[PeerId, float]:
-        """Grant the missing samples; each peer computes its part of them after what it has left."""
+        """Grant the missing samples; each peer computes its part of them after the rest of its present grant."""
         workers = []
         for one in awaited:
             worker = self._worker(one, now)
@@ -330,7 +331,7 @@ class Batch:
         return changed
 
     def _void_ticket(self, one: Participant, now: float) -> None:
-        """Treat a peer that was ready as computing again, because it got a higher grant."""
+        """Treat a ready peer as computing again, because it got a higher grant."""
         report = one.report
         if report is not None and report.ticket is not None:
             one.report = msgspec.structs.replace(report, ticket=None, age_s=0.0)
@@ -352,9 +353,9 @@ class Batch:
 
 
 def _shares(workers: Sequence[Worker], samples: float) -> list[float]:
-    """Return the grants of a plan; together they are exactly these samples.
+    """Return the grants of a plan, which together are exactly ``samples``.
 
-    The plan's surplus is subtracted from one grant, so that grant may end within a micro-batch.
+    The plan's surplus is subtracted from one grant, so this grant may end within a micro-batch.
     """
     shares = [count * worker.samples for count, worker in zip(plan(workers, samples), workers, strict=True)]
     extra = sum(shares) - samples

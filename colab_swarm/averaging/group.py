@@ -1,8 +1,8 @@
 """The messages by which peers form a group, and the spans that its members reduce.
 
 A *lineage* is a chain of digests: it starts with the digest of the first parameters, and includes the digest of every
-mean that was applied since. Equal lineages mean equal parameters. All members of a group that contribute have the same
-step and the same lineage.
+mean that was applied since. Equal lineages mean equal parameters. All contributors to a group have the same step and
+the same lineage.
 """
 
 import hashlib
@@ -50,9 +50,9 @@ def plan_spans(numel: int, shares: Sequence[float]) -> list[Span]:
     """Cut a flat vector of ``numel`` values into one consecutive span per member, without gaps.
 
     Member i reduces span i for the whole group (butterfly all-reduce, DeDLOC section 3.2). A zero
-    share gets an empty span; raises ValueError if a share is negative or all are zero.
+    share gets an empty span. Raises ValueError if a share is negative or not finite, or if all are zero.
     """
-    passed = list(accumulate(shares))  # `sum` rounds in another way, and the last stop must be ``numel``
+    passed = list(accumulate(shares))  # `sum` rounds differently, and the last stop must be exactly ``numel``
     if not shares or not min(shares) >= 0 or not 0 < passed[-1] < math.inf:
         raise ValueError(f"shares must be >= 0, finite and not all 0, got {list(shares)}")
     stops = [round(numel * (share / passed[-1])) for share in passed]
@@ -60,7 +60,7 @@ def plan_spans(numel: int, shares: Sequence[float]) -> list[Span]:
 
 
 def chunk_values(*precisions: str) -> int:
-    """Return the number of values per chunk, a multiple of 4096, so that each encoding is at most `CHUNK_BYTES`."""
+    """Return the number of values per chunk, a multiple of 4096, for which each encoding fits in `CHUNK_BYTES`."""
     codecs = [Precision(name).widest for name in precisions]
     for blocks in range(MAX_BLOCKS, 1, -1):
         values = blocks * BLOCK_VALUES
@@ -145,7 +145,7 @@ class GroupMember(Message, frozen=True):
 def offer_of(
     peer: Ticket | GroupMember,
 ) -> tuple[bool, float | None, float | None, bool, bool, bytes, float | None]:
-    """Return what a peer offers to the round: the fields that its ticket and its entry in the group have in common."""
+    """Return a peer's offer to the round: the fields that its ticket and its entry in the group have in common."""
     speed = peer.upload_bps, peer.download_bps
     return peer.reduces, *speed, peer.assists, peer.metered, peer.unused, peer.loss
 
@@ -153,8 +153,8 @@ def offer_of(
 def swarm_loss(losses: Iterable[tuple[float, float | None]]) -> float | None:
     """Return the mean of the members' losses, weighted as in the round; None if no member sent a loss.
 
-    Losses that are not finite, or more than a hundred times as large as the median, do not count. Other losses cannot
-    be checked, so a member that lies can move the mean as far as its weight allows.
+    A loss does not count if it is not finite, or more than a hundred times as large as the median. Other losses cannot
+    be checked, so a member that lies can move the mean in proportion to its weight.
     """
     sent = []
     for weight, loss in losses:
@@ -195,13 +195,13 @@ class Group(Message, frozen=True):
     grants: tuple[float, ...] = ()  # samples of the next step that each member is granted
     holders: tuple[int, ...] = ()  # the members that hold the parameters; the others follow
     organizer: PeerId = PeerId(b"")  # organizer of the next step
-    late: tuple[tuple[int, float], ...] = ()  # late members, and how many seconds each was awaited
+    late: tuple[tuple[int, float], ...] = ()  # late members, and the seconds for which each was awaited
     witness: Ticket | None = None  # a ticket with the rates and the sketch of most members
     agreeing: tuple[int, ...] = ()  # the members that agree with the witness
 
     @property
     def round_id(self) -> bytes:
-        """A digest of the whole group, 16 bytes: members that were sent different groups have no common round."""
+        """A digest of the whole group, 16 bytes: members that received different groups have no common round."""
         return hashlib.sha256(msgspec.msgpack.encode(self)).digest()[:16]
 
     def index_of(self, peer: PeerId) -> int | None:
@@ -259,7 +259,7 @@ Seconds = Annotated[float, msgspec.Meta(ge=0, lt=1e9)]
 
 
 class StepReport(Message, frozen=True):
-    """What a peer reports to the organizer: the state that it holds, and its part of the step."""
+    """A peer's report to the organizer: the state that the peer holds, and its part of the step."""
 
     step: Annotated[int, msgspec.Meta(ge=-1, lt=MAX_STEP)]  # step of its state; -1: it has none, and follows
     lineage: _Digest
@@ -278,7 +278,7 @@ class StepReport(Message, frozen=True):
 
 
 class Attend(Message, frozen=True):
-    """Opens a peer's stream to the organizer, which stays open until one of the two leaves.
+    """Opens a peer's stream to the organizer; the stream stays open until one of the two leaves.
 
     The peer sends `StepReport`, the organizer sends `News`.
     """
@@ -297,8 +297,8 @@ class Attend(Message, frozen=True):
 class Whereabouts(Message, frozen=True):
     """Asks a peer for its organizer, and for the group that followed the group with this ``key``.
 
-    If an organizer asks, ``members`` is the number of its members that hold the state of its branch, which is at
-    ``step``.
+    If an organizer asks, ``members`` is the number of peers at this organizer that hold the state of its branch, and
+    ``step`` is the step of this state.
     """
 
     prefix: Annotated[str, msgspec.Meta(max_length=MAX_TEXT)]
@@ -308,11 +308,11 @@ class Whereabouts(Message, frozen=True):
 
 
 class News(Message, frozen=True):
-    """What the organizer sends: a grant for the step after the group ``key``, or the group of this step.
+    """A message from the organizer: a grant for the step after the group ``key``, or the group of this step.
 
-    It is also the answer to `Whereabouts`; then ``organizer`` is the peer that organizes, or None if none is known.
-    `Attend` is answered in the same way if another peer organizes. Otherwise the answer to `Attend` contains the
-    ``step`` of the first group in which the peer will be.
+    News also answer `Whereabouts`: then ``organizer`` is the peer that organizes, or None if none is known. They answer
+    `Attend` in the same way if another peer organizes. Otherwise the answer to `Attend` contains the ``step`` of the
+    first group in which the peer will be.
     """
 
     key: _Digest
@@ -325,7 +325,7 @@ class News(Message, frozen=True):
 
 @dataclass(frozen=True)
 class SharePlan:
-    """What a strategy decides for a round."""
+    """A strategy's decision for a round."""
 
     shares: tuple[float, ...]  # relative share per ticket, >= 0; at least one is > 0 if any ticket reduces
     averaging_s: float = 0.0  # predicted seconds of one round; 0: not known

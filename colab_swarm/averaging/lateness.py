@@ -11,14 +11,14 @@ Key: TypeAlias = tuple[str, PeerId]  # key of a `Patience`: the prefix of a coll
 
 
 class Lateness:
-    """How long a round waits for each of its members; ``now`` is monotonic seconds.
+    """Tells how long a round waits for each of its members; ``now`` is monotonic seconds.
 
     A member on a slow line is not late, because its limit counts from the time at which its last data arrived.
 
     Attributes:
         since: when the round began; it is moved forward if this process was stopped meanwhile.
         heard_at: when the last data of each member arrived.
-        left_out: members that were late a short time ago, and for which this peer does not wait.
+        left_out: members for which this peer does not wait, because they were late a short time ago.
     """
 
     def __init__(self, group: Group, me: int, patience: Patience[Key], *, now: float) -> None:
@@ -49,10 +49,10 @@ class Lateness:
         return max(map(self.limit_s, self._others), default=0.0)
 
     def settle(self, took_s: Mapping[int, float], counted: Collection[int], now: float) -> dict[int, float]:
-        """Learn from a finished round; return the members left out now, and how long the round waited for each.
+        """Learn from a finished round; return the members left out from now on, each with the seconds of the wait.
 
-        ``took_s`` has, for each member, when its part had arrived, in seconds since the round began. ``counted`` are
-        the members whose contributions count.
+        ``took_s`` maps a member to the time at which its part had arrived, in seconds since the round began.
+        ``counted`` are the members whose contributions count.
         """
         for member in self._others:
             key = self._keys[member]

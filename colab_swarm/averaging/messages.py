@@ -6,7 +6,7 @@ from colab_swarm.net.peers import Message
 
 
 class ReduceSpan(Message, frozen=True):
-    """Opens the stream from a member to a reducer; contributions go up in chunks, and means come back in chunks."""
+    """Opens the stream from a member to a reducer: the member sends its contribution, the reducer the means."""
 
     round_id: bytes
 
@@ -24,7 +24,7 @@ class RecallSpan(Message, frozen=True):
 
 
 class Chunk(Message, frozen=True):
-    """Chunk ``index`` of a span: a contribution or, if ``averaged``, a mean. The payload is empty if there is none."""
+    """Chunk ``index`` of a span: a contribution or, if ``averaged``, a mean; without either, the payload is empty."""
 
     index: int
     averaged: bool = False

@@ -1,9 +1,8 @@
 """Where the groups of a collaboration form: a peer stands at the organizer, or is the organizer itself.
 
-To stand at an organizer is to keep a stream to it open. The stream stays open step after step. This peer reports its
-`Share` on it, and receives its grants. If the organizer is lost, all peers go to the next organizer in the last group's
-order. Before the new organizer forms a group, it asks the other members, because one of them may already have received
-the group of this step.
+To stand at an organizer is to keep a stream to it open, step after step. On this stream the peer reports its `Share`,
+and receives its grants. If the organizer is lost, all peers go to the next organizer in the last group's order. Before
+the new organizer forms a group, it asks the other members whether they have already received the group of this step.
 """
 
 import asyncio
@@ -28,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 _DIAL_S = 5.0
 _ANSWER_S = 3.0  # for the answer to a question; a busy notebook answers late
-_SILENCE_S = 5.0  # an organizer that is silent for this time is asked whether it is alive
+_SILENCE_S = 5.0  # if an organizer is silent for this time, this peer asks whether it is alive
 _LOOK_S = 2.0  # between two searches for a better organizer, before the first group
 _LOOK_IN_MEETING_S = 0.25
 _PAUSE_S = 0.1  # before this peer goes to another organizer
@@ -38,10 +37,10 @@ _AWAKE_S = 1.0  # a timer that is this late shows that the process was stopped
 
 
 class Neighbourhood(Protocol):
-    """The owner of a `Rendezvous`: it knows about the other peers, and is told about grants and groups."""
+    """The owner of a `Rendezvous`: it knows the other peers, and the rendezvous tells it of grants and groups."""
 
     async def organizers(self) -> Sequence[Contact]:
-        """Return the peers that may organize by their records, the best first; this peer is one of them."""
+        """Return the peers that may organize, by their records, the best first; this peer is one of them."""
         ...
 
     def live(self) -> Collection[PeerId]:
@@ -53,15 +52,15 @@ class Neighbourhood(Protocol):
         ...
 
     def on_group(self, group: Group, *, contributes: bool) -> None:
-        """Take a new group of which this peer is a member; its `Share` is already that of the next step.
+        """Take a new group of which this peer is a member; the `Share` of this peer has already begun the next step.
 
-        ``contributes`` is True if the group uses this peer's present ticket; it is False if this peer withdrew the
-        ticket too late. A meeting's group may not include this peer.
+        ``contributes`` is True if the group uses this peer's present ticket. It is False if this peer withdrew that
+        ticket too late, or had none. A meeting's group may lack this peer.
         """
         ...
 
     def on_granted(self) -> None:
-        """Take notice that this peer's grant has changed, or that `Rendezvous.first_step` is known now."""
+        """Note that this peer's grant has changed, or that `Rendezvous.first_step` is known now."""
         ...
 
 
@@ -69,11 +68,11 @@ class Rendezvous:
     """A peer's part in the groups of the collaboration ``prefix``.
 
     Attributes:
-        share: this peer's part of the present step. After a change, `tell` reports it.
+        share: this peer's part of the present step. After a change, call `tell`, which reports it.
         group: the last group of which this peer was a member; its id is the ``key``.
-        organizer: the organizer at which this peer stands; None while it looks for one.
+        organizer: the organizer at which this peer stands; None while this peer looks for an organizer.
         first_step: step of the first group that will include this peer at this organizer; -1 if not known.
-        formation: the groups that form here while this peer organizes, else None.
+        formation: forms the groups while this peer organizes, else None.
     """
 
     def __init__(
@@ -91,7 +90,7 @@ class Rendezvous:
         self.first_step = -1
         self.formation: Formation | None = None  # while this peer organizes
         self._patience = Patience[PeerId](60.0)
-        # In a meeting all peers come at the same time, and one may come a moment before the organizer is ready.
+        # In a meeting all peers come at the same time, so a peer may come a moment before the organizer is ready.
         meets = settings.window_s is not None
         self._gone = LeftOut[PeerId](_LOOK_IN_MEETING_S if meets else _GONE_S, 60.0)
         self._groups: dict[bytes, Group] = {}  # by the id of the group before
@@ -126,7 +125,7 @@ class Rendezvous:
                 task.cancel()
 
     async def leave(self) -> None:
-        """End the stream to the organizer, which thereby knows that this peer leaves."""
+        """End the stream to the organizer, so that the organizer knows that this peer leaves."""
         task, self._task = self._task, None
         if task is not None:
             await end_tasks(task)
@@ -136,7 +135,7 @@ class Rendezvous:
         self._report_due.set()
 
     def move(self, organizer: Contact) -> None:
-        """Stand at another organizer, whose swarm is on another branch."""
+        """Go to another organizer, whose swarm is on another branch."""
         if self.organizer is not None and self.organizer.id != organizer.id:
             self.group = None
             self.first_step = -1
@@ -194,7 +193,10 @@ class Rendezvous:
             await asyncio.sleep(_PAUSE_S)
 
     async def _choose(self) -> Contact:
-        """Return the organizer to stand at: the one that the last group names, else the next one in its order."""
+        """Return the organizer to go to: the peer that the last group names, else the next peer in its order.
+
+        A peer that another organizer named comes before both, and the peers by their records come last.
+        """
         while True:
             order = [self._told] if self._told else []
             self._told = None
@@ -225,7 +227,7 @@ class Rendezvous:
         return peer in order and (other not in order or order.index(peer) < order.index(other))
 
     async def _attend(self, organizer: Contact) -> None:
-        """Stand at an organizer until it names another organizer, or is lost (`PeerError`)."""
+        """Stand at an organizer until it names another organizer; raises `PeerError` if the organizer is lost."""
         async with await self._peers.stream(organizer.id, self._opening(), timeout_s=_DIAL_S) as stream:
             require(self._peers.role_of(organizer.id) >= Role.REDUCER, "its role does not let it organize")
             self.organizer = organizer
@@ -247,7 +249,7 @@ class Rendezvous:
             async with asyncio.timeout(_SILENCE_S):
                 news, _ = await stream.receive(News)
         except TimeoutError:
-            # If bytes arrived, the organizer is alive; its news may be slow because a round keeps the line busy.
+            # If bytes arrived, the organizer is alive. Its news may be slow, because a round keeps the line busy.
             asked_at = loop_now()
             if asked_at - self._peers.read_at(stream.peer) < _SILENCE_S:
                 return True
@@ -288,7 +290,8 @@ class Rendezvous:
     def _on_news(self, news: News) -> None:
         """Take the organizer's news.
 
-        Raises ValueError if no honest organizer would send them, RoundRefused if the group has too few members.
+        Raises PeerError if the organizer refuses this peer, ValueError if no honest organizer would send these news,
+        RoundRefused if the group has too few members.
         """
         require(not news.refusal, news.refusal, PeerError)
         if news.step >= 0:
@@ -347,9 +350,9 @@ class Rendezvous:
         self._neighbourhood.on_group(group, contributes=contributes)
 
     def _check_quorum(self, group: Group) -> None:
-        """Refuse a group with a minority of the last group's live holders.
+        """Raise RoundRefused if a group has at most half of the last group's live holders.
 
-        After each group this is refused only once, except for a group of this peer alone, which is always refused.
+        After each group this peer refuses only once. But it always refuses a group with at most one of these holders.
         """
         if self.group is None:
             return
@@ -406,7 +409,7 @@ class Rendezvous:
         return self._peers.contact_of(self.group.organizer)
 
     def _announce(self, formation: Formation, group: Group) -> None:
-        """Send the group to all peers that stand here. This peer comes last, because its round keeps a core busy."""
+        """Send the group to all peers that stand here; this peer comes last, because its round keeps a core busy."""
         news = News(formation.key, group=group)
         formation.on_group(group, loop_now())
         for peer in self._queues:
@@ -456,7 +459,7 @@ class Rendezvous:
             await wait_until(loop_now() + 1.0, self._changed)
 
     async def _look_for_better(self) -> None:
-        """Go to the first peer that is a better organizer than this one, if it answers."""
+        """Go to the first peer that answers and is a better organizer than this peer."""
         for contact in await self._neighbourhood.organizers():
             if contact.id == self.me:
                 return
@@ -507,8 +510,8 @@ class Rendezvous:
     def _yields(self, peer: PeerId, ask: Whereabouts) -> bool:
         """Return True if this peer should go to ``peer``, which organizes, too.
 
-        After the same group, its order of organizers decides. If the swarms have separated, the better organizer is
-        the one that can be dialled, then the one with more members, then the one at the later step.
+        If both peers have the same last group, this group's order of organizers decides. If the swarms have separated,
+        a peer that can be dialled is the better organizer, then the peer with more members, then the later step.
         """
         if self.organizer is None or self.organizer.id == peer:
             return False
@@ -523,7 +526,7 @@ class Rendezvous:
         return theirs > mine or (theirs == mine and peer < self.me)
 
     def _group_after(self, key: bytes) -> Group | None:
-        """Return the group after the group ``key``; a process that has started anew gets only the newest one."""
+        """Return the group after the group ``key``; without a key, as in a new process, only the newest group."""
         group = self._groups.get(key)
         return group if key or group is self.group else None
 

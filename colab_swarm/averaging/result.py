@@ -1,4 +1,4 @@
-"""How a round went, as one peer saw it, and the event that describes it."""
+"""The result of a round, as one peer saw it, and the event that describes the round."""
 
 from collections.abc import Container, Mapping
 from dataclasses import dataclass, replace
@@ -11,7 +11,10 @@ LEFT_OUT = "a reducer did not receive its whole contribution"
 
 
 class RoundTrace:
-    """When each member's ``sent``, ``received`` and ``means`` began and ended (see `MemberTrace`), and all bytes."""
+    """Records when the ``sent``, ``received`` and ``means`` of each member began and ended, and counts bytes.
+
+    `MemberTrace` explains these three kinds of traffic.
+    """
 
     def __init__(self, group: Group, *, now: float) -> None:
         self.began_at = now
@@ -30,7 +33,10 @@ class RoundTrace:
         self.dropped.setdefault(member, reason[:200])
 
     def took_s(self) -> dict[int, float]:
-        """Return when each member's contribution had arrived or, if it contributed nothing here, its means."""
+        """Return, for each member that was not dropped, when its contribution had arrived, in seconds.
+
+        If a member contributed nothing here, the time is that of its means.
+        """
         took_s = {}
         for kind in ("means", "received"):
             for (traffic, member), (_, end_s) in self._times.items():
@@ -41,7 +47,7 @@ class RoundTrace:
     def members(self, incomplete: Container[int]) -> tuple[MemberTrace, ...]:
         """Return the traces of all members.
 
-        A reducer left out the members in ``incomplete``; only this reducer knows why.
+        Some reducer left out each member in ``incomplete``; only that reducer knows why.
         """
         total = sum(member.share for member in self._group.members) or 1.0
         traces = []
@@ -74,7 +80,7 @@ class RoundResult:
     sent_bytes: int  # payload only
     received_bytes: int
     seconds: float
-    exchange_s: float  # seconds until the last of the other reducers was done or lost
+    exchange_s: float  # seconds until every other reducer was done or lost
     members: tuple[MemberTrace, ...]  # when each member sent and received
 
     def __repr__(self) -> str:
@@ -90,7 +96,7 @@ class RoundResult:
         return {peer: self.announced[peer] for peer in self.announced if peer in self.contributors}
 
     def event(self, *, began_at: float, now: float) -> RoundFinished:
-        """Return the event that this round has ended; ``began_at`` is when the search for its group began."""
+        """Return the event that this round has ended; ``began_at`` is the time from which its seconds count."""
         return RoundFinished(
             at=now,
             step=self.step,

@@ -1,4 +1,4 @@
-"""Averaging rounds: a group's vectors become their weighted mean, even if single peers fail."""
+"""Averaging rounds: a group's vectors are replaced by their weighted mean, even if single peers fail."""
 
 import asyncio
 import logging
@@ -28,8 +28,8 @@ logger = logging.getLogger(__name__)
 
 DRAIN_S = 5.0
 LEFT_OUT_S = 60.0  # how long a member is left out when it is late for the first time
-LARGEST = 10_000.0  # a contribution or mean may be at most this many times larger than the last means
-_MEANS = 10  # number of last means that define the usual size
+LARGEST = 10_000.0  # maximum RMS of a contribution or mean, as a multiple of the last means' median RMS
+_MEANS = 10  # number of last means from which this median is taken
 # Number of past rounds for which requests are refused immediately. A request for an unknown round waits, because it may
 # come before this peer has begun the round.
 _PAST_ROUNDS = 64
@@ -38,8 +38,8 @@ _PAST_ROUNDS = 64
 class Averager:
     """Takes part in averaging rounds, as a member and as a reducer. Rounds may overlap.
 
-    Other members may still recover chunks from the last finished round of each collaboration. The vector of this round
-    is not copied, so do not change it until the next round has ended.
+    Other members may still recover chunks from the last finished round of each collaboration. This round's vector is
+    not copied, so do not change it until the next round has ended.
     """
 
     def __init__(
@@ -78,10 +78,11 @@ class Averager:
             vector: a vector of ``group.terms.numel`` values. Do not change it before the next round has ended; use two
                 vectors in turn.
             fine: number of values at the front that belong to small tensors, for a group whose codec is adaptive.
-            bounded: refuse contributions and means that are more than `LARGEST` times larger than the last means.
+            bounded: refuse contributions and means whose root mean square (RMS) is more than `LARGEST` times the median
+                RMS of the last means.
 
         The result shows the failures of peers. Raises ValueError if this peer is no member or the
-        vector does not fit, RoundRefused if this peer's last round was the same one, or if it still runs here.
+        vector does not fit, RoundRefused if this round still runs here, or was this peer's last round.
         """
         numel = group.terms.numel
         require(vector.numel == numel, f"the group averages {numel} values, the vector has {vector.numel}")
@@ -101,7 +102,7 @@ class Averager:
             await wait_until(deadline, finished.idle)
 
     def forget(self, prefix: str) -> None:
-        """Let no member recover from the last finished round any more."""
+        """Stop serving recovery requests for the last finished round."""
         finished = self._finished.pop(prefix, None)
         if finished is not None:
             finished.ledger.readable = False
@@ -150,7 +151,7 @@ class Averager:
         return result
 
     def _learn(self, own: Round, result: GroupResult) -> None:
-        """Remember how long members took, which were late, and how large the mean of this peer's span is."""
+        """Remember how long the members took, which members were late, and how large this peer's mean is."""
         now = loop_now()
         members = own.group.members
         counted = [index for index, member in enumerate(members) if member.id in result.contributors]

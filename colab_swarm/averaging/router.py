@@ -1,4 +1,4 @@
-"""Hands a peer's messages to its collaborations, by the prefix that each message contains."""
+"""Routes the messages that arrive at a peer to its collaborations, by the prefix that each message contains."""
 
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeAlias
@@ -13,7 +13,7 @@ _Handler: TypeAlias = Callable[..., Awaitable[Any]]
 
 
 class PrefixRouter:
-    """Routes a peer's messages to its collaborations by the ``prefix`` field that each message has."""
+    """Routes the messages that arrive at a peer to its collaborations, by each message's field ``prefix``."""
 
     def __init__(self, peers: Node, events: EventLog | None = None) -> None:
         self.peers = peers
@@ -28,7 +28,7 @@ class PrefixRouter:
         handler: Callable[[PeerId, Any], Awaitable[Message]],
         role: Role,
     ) -> None:
-        """Answer calls of this ``kind`` to ``prefix``; the ``role`` of the kind's first handler counts for all."""
+        """Answer calls of this ``kind`` to ``prefix``; the ``role`` of the first handler of a kind counts for all."""
 
         async def answer(peer: PeerId, message: Any) -> Any:
             return await self._find(kind, message.prefix)(peer, message)
@@ -57,9 +57,9 @@ class PrefixRouter:
     def assist(self, enter: Callable[[str], None], leave: Callable[[str], None]) -> None:
         """Register an assistant for the collaborations that this peer does not serve itself.
 
-        ``enter(prefix)`` is called when a message for a collaboration arrives that this peer does not serve; the
-        assistant may then serve it. ``leave(prefix)`` is called when this peer begins to serve the collaboration
-        itself. Raises ValueError if there is an assistant already.
+        If a message for another collaboration arrives, the router calls ``enter(prefix)``; the assistant may then serve
+        the collaboration. When this peer begins to serve that collaboration itself, the router calls ``leave(prefix)``.
+        Raises ValueError if there is an assistant already.
         """
         require(self.assistant is None, "this peer assists already: stop() that first")
         self.assistant = enter, leave

@@ -1,4 +1,4 @@
-"""A peer's share of a step: the samples that it is granted and has counted, which it reports to the organizer."""
+"""A peer's share of a step: the samples that it was granted and has counted, and its report to the organizer."""
 
 import math
 import statistics
@@ -15,12 +15,12 @@ class Share:
     """This peer's part of a step. The trainer's thread counts samples here, and the event loop reports them.
 
     Attributes:
-        step, lineage: step and lineage of the state that this peer holds; the step is -1 if it has none.
+        step, lineage: step and lineage of the state that this peer holds; the step is -1 if it has no state.
         granted, counted: samples of the present step. While ``granted`` is 0, this peer reports its first micro-batch.
         away: True if this peer computes nothing for now.
         final: True if the ticket does not change any more, because this peer already computes for the next step.
         averages: True until the round of the last contribution, and the step with its mean, are over.
-        ticket: set when this peer has computed what was granted, and waits for the group.
+        ticket: set when this peer has computed the granted samples, and waits for the group.
         assistant: the ticket of an assistant, which trains nothing; None at a trainer.
     """
 
@@ -36,7 +36,7 @@ class Share:
         self.assistant: Ticket | None = None
         self._samples = 0.0
         self._times_s: deque[float] = deque(maxlen=_REMEMBERED_TIMES)
-        self._begun_at = math.inf  # when the present micro-batch began; not known for the first one
+        self._begun_at = math.inf  # when the present micro-batch began; not known for the first micro-batch
         self._idle_steps = 0  # number of steps in a row in which this peer got no grant
         self._longest_idle = _IDLE_STEPS
         self._aside: float | None = None  # the counted samples of a final ticket, while the trainer counts on
@@ -56,7 +56,7 @@ class Share:
         self._begun_at = now
 
     def count(self, samples: float, now: float) -> None:
-        """Count a micro-batch, which the trainer computed since `work` or since the last micro-batch."""
+        """Count a micro-batch that the trainer computed since `work`, or since the last micro-batch."""
         if self._begun_at <= now:
             self._times_s.append(max(now - self._begun_at, 1e-6))
         self._samples = samples
@@ -73,11 +73,11 @@ class Share:
 
     @property
     def nearly(self) -> bool:
-        """True if the last micro-batch of the grant begins."""
+        """True if the next micro-batch uses the grant up."""
         return self.counted + self._samples >= self.granted
 
     def begin(self, granted: float) -> None:
-        """Begin the next step, because a group has formed; ``granted`` are the samples granted for it."""
+        """Begin the next step, because a group has formed; ``granted`` is the number of samples granted for it."""
         self._note_idle(granted)
         self.granted = granted
         if self._aside is None:
@@ -88,7 +88,7 @@ class Share:
         self.ticket = None
 
     def _note_idle(self, granted: float) -> None:
-        """Forget this peer's times after some steps without a grant: it may have been busy when they were measured."""
+        """After some steps without a grant, forget this peer's times: it may have been busy when they were measured."""
         if granted:
             self._idle_steps = 0
             if self._times_s:
@@ -101,12 +101,12 @@ class Share:
                 self._times_s.clear()
 
     def depart(self) -> None:
-        """Note that the next ticket is final; what is counted from now on belongs to the next step."""
+        """Note that the next ticket is final; samples that are counted from now on belong to the next step."""
         self._aside = self.counted
         self.counted = 0.0
 
     def returned(self) -> None:
-        """Count the samples of a ticket again, because it found no group."""
+        """Count the samples of a final ticket again, because the ticket found no group."""
         self.counted += self._aside or 0.0
         self._aside = None
 

@@ -1,15 +1,15 @@
 """The adaptive strategy (DeDLOC, section 3.2): how much each member of a round reduces.
 
 Equation 1 has two rates for every pair of peers. Here, every member sends the part ``r_j`` of its vector to member j,
-which sends the mean back, so the n shares ``r_j`` determine the whole round. Unlike in equation 1, each peer with
-samples contributes, and only peers have limits, not pairs of peers. Let V be the bytes of a contribution, M the bytes
-of the means, k the number of contributors (``c_i = 1``) and m the number of peers that need means (``w_i = 1``). Then
-peer i transfers::
+and member j sends the mean of this part back. So the n shares ``r_j`` determine the whole round. Unlike in equation 1,
+each peer with samples contributes, and only peers have limits, not pairs of peers. Let V be the bytes of a
+contribution and M the bytes of the means. Let ``c_i`` be 1 if peer i contributes, else 0, and k their sum. Let ``w_i``
+be 1 if peer i needs means, else 0, and m their sum. Then peer i transfers::
 
     up    c_i V (1 - r_i)  +  r_i M (m - w_i)
     down  w_i M (1 - r_i)  +  r_i V (k - c_i)
 
-The round takes as long as the slowest of these 2n transfers. To minimize this time is a linear program. Each transfer
+The round takes as long as the slowest of these 2n transfers. A linear program minimizes this time. Each transfer
 bounds only one share, so bisection finds the least time for which the shares can add up to 1.
 """
 
@@ -40,7 +40,7 @@ _PRECISION = 1e-7
 
 
 def plan_round(tickets: Sequence[Ticket], shares: Sequence[float] | None = None) -> SharePlan:
-    """Return the plan of the fastest round, or of a round with these ``shares``.
+    """Return the plan of the fastest round or, if ``shares`` are given, of a round with these shares.
 
     An unknown bandwidth is taken as the median. Raises ValueError if no peer reduces, or if no bandwidth is known.
     """
@@ -56,7 +56,7 @@ def plan_round(tickets: Sequence[Ticket], shares: Sequence[float] | None = None)
 
 
 class _Loads:
-    """The transfer times as a function of the shares. The first row has all uploads, the second all downloads."""
+    """The transfer times as a function of the shares. The first row is for uploads, the second for downloads."""
 
     def __init__(self, tickets: Sequence[Ticket]) -> None:
         terms = tickets[0].terms
@@ -99,7 +99,7 @@ class _Loads:
         return low + (high - low) * part
 
     def _bounds(self, seconds: float) -> tuple[_Array, _Array]:
-        """Return the lowest and highest shares for a round of ``seconds``; lowest > highest where no share fits."""
+        """Return each peer's lowest and highest share for a round of ``seconds``; if none fits, lowest > highest."""
         room = seconds * self._rates - self._fixed
         with np.errstate(divide="ignore", invalid="ignore"):
             limit = room / self._slope
@@ -179,9 +179,10 @@ def _completed(rates_bps: Sequence[float | None]) -> list[float]:
 
 
 def believed(claims_bps: Sequence[float | None]) -> list[float | None]:
-    """Bound claimed rates to the median times or divided by `CLAIM_CAP`; claims under 1 bit per second are ignored.
+    """Bound claimed rates to between the median divided by `CLAIM_CAP` and the median times `CLAIM_CAP`.
 
-    Of two rates, the lower one is the median, so that one liar among two peers cannot set it by a high claim.
+    Claims under 1 bit per second are ignored. The median of two claims is the lower claim, so that one liar among two
+    peers cannot raise it.
     """
     known = [claim for claim in claims_bps if _is_rate(claim)]
     usual = 0.0
@@ -203,9 +204,9 @@ def _is_rate(claim_bps: float | None) -> TypeGuard[float]:
 def adaptive_shares(tickets: Sequence[Ticket], *, flattery: float = 1.0) -> SharePlan:
     """Plan the shares of a live round; its tickets determine which peers contribute.
 
-    The shares are equal if there are no measurements, or if equal shares cost less than a tenth of the time. The reason
-    is that measured rates are noisy, and equal shares reveal more about them. ``flattery`` is a correction: how many
-    times more optimistic forecasts were for planned shares than for equal shares.
+    The shares are equal if there are no measurements, or if other shares would save less than a tenth of the time. The
+    reason is that measured rates are noisy, and equal shares reveal more about them. ``flattery`` is a correction: how
+    many times more optimistic forecasts were for planned shares than for equal shares.
     """
     equal = equal_shares(tickets)
     trusted = _trusted_tickets(tickets)
@@ -219,10 +220,10 @@ def adaptive_shares(tickets: Sequence[Ticket], *, flattery: float = 1.0) -> Shar
 
 
 def forecast_s(group: Group) -> float:
-    """Return how many seconds a round of a group takes by its members' claimed bandwidths; 0 if it is not known.
+    """Return the seconds that a group's round takes by the bandwidths that its members claim; 0 if not known.
 
-    No member is believed to be slower than the median divided by `CLAIM_CAP`. For this median, a member without a claim
-    counts as infinitely fast; else a single claim would be the median.
+    A claim below the median divided by `CLAIM_CAP` is raised to this value. For this median, a member without a claim
+    counts as infinitely fast, so that a single claim is not the median.
     """
     if not any(member.reduces for member in group.members):
         # The only member accepts no connections.
@@ -261,10 +262,10 @@ def _trusted_tickets(tickets: Sequence[Ticket]) -> list[Ticket] | None:
 
 
 class AdaptiveShares:
-    """`adaptive_shares` that learns from the errors of its forecasts.
+    """Plans shares by `adaptive_shares`, and learns from the errors of its forecasts.
 
-    A measured bandwidth is only that of the load on the link, so a peer that reduces more seems to have more bandwidth.
-    Without learning, unequal shares among equal peers would therefore confirm themselves.
+    A link's measured bandwidth cannot exceed the load on the link. So a peer that reduces more seems to have more
+    bandwidth. Without learning, unequal shares among equal peers would confirm themselves.
     """
 
     def __init__(self) -> None:
@@ -274,7 +275,10 @@ class AdaptiveShares:
         return adaptive_shares(tickets, flattery=self._late[False] / self._late[True])
 
     def on_round(self, shares: Sequence[float], predicted_s: float | None, seconds: float) -> None:
-        """Learn from a round without failures; the figure for the other kind of shares slowly returns to 1."""
+        """Learn from a round without failures.
+
+        Equal and unequal shares each have a figure: actual over predicted time. The other kind's slowly returns to 1.
+        """
         if predicted_s and seconds > 0:
             equal = len({*shares} - {0.0}) == 1
             late = min(max(seconds / predicted_s, 1 / _MOST_LATE), _MOST_LATE)
@@ -302,15 +306,15 @@ def _trusted(tickets: Sequence[Ticket], claims_bps: Sequence[float | None]) -> l
 
 
 def encoded_bytes(precision: str, numel: int) -> int:
-    """Return the size of an encoded vector; that small tensors may have a finer codec is neglected."""
+    """Return the bytes of an encoded vector, as if its small tensors had no finer codec."""
     return Precision(precision, fine=0).at(0).encoded_bytes(numel)
 
 
 def mean_bytes(terms: RoundTerms, contributors: int) -> int:
-    """Return the size of the encoded mean.
+    """Return the bytes of the encoded mean of this many contributions.
 
-    The mean of sparse vectors has the places of all of them. They are assumed to be independent, which gives the
-    maximum.
+    The mean of sparse vectors has a value at each place where a contribution has a value. These places are assumed to
+    be independent; the more of them are equal, the shorter is the mean.
     """
     dense = encoded_bytes(terms.mean_codec, terms.numel)
     codec = Precision(terms.codec).widest
