@@ -1,4 +1,4 @@
-"""The settings that all peers of a collaboration must share: each peer publishes its settings, and compares them."""
+"""The settings that must be equal at all peers of a collaboration, as each peer publishes them for comparison."""
 
 import inspect
 from collections import Counter
@@ -35,9 +35,9 @@ _NOT_COMPARED = frozenset({"params", "param_names", "foreach", "fused", "captura
 def agreement_of(
     replica: Replica, settings: TrainingSettings, *, frozen_base: str = ""
 ) -> tuple[tuple[str, str], ...]:
-    """Return readable names and values of the settings; unset ones are omitted.
+    """Return readable names and values of the settings; unset settings are omitted.
 
-    ``frozen_base`` describes this model's frozen parameters as they were at the beginning, if they changed since.
+    If this model's frozen parameters have changed, ``frozen_base`` describes them as they were at the beginning.
     """
     rule = replica.rule
     types = "/".join(sorted({kind for kind, _ in replica.kinds.values()}))
@@ -141,8 +141,8 @@ def _adapters(model: torch.nn.Module | None) -> str:
 def frozen_base_of(model: torch.nn.Module | None, trained: Iterable[torch.Tensor]) -> str:
     """Return the size of the parameters that are not in ``trained``, and their digest; empty if there are none.
 
-    If such a parameter takes gradients, another optimizer may train it. Then the digest includes only its layout, not
-    its values.
+    If such a parameter requires gradients, another optimizer may train it. Then the digest includes only the layout of
+    this parameter, not its values.
     """
     if model is None:
         return ""

@@ -1,7 +1,7 @@
-"""An assistant (DeDLOC's auxiliary peer) does not train: it helps peers that only dial out to train together.
+"""An assistant (DeDLOC's auxiliary peer) does not train: it helps peers to train together that cannot be dialled.
 
-An assistant organizes their rounds, is a reducer in them, and forwards the training state to late joiners. It needs no
-torch, data or model, because a trainer's ticket (its message that it is ready for a round) describes the round.
+An assistant organizes the rounds of these peers, reduces in them (averages a part of the vector), and forwards the
+training state to late joiners. It needs no torch, data or model, because the trainers' messages describe each round.
 """
 
 import asyncio
@@ -40,7 +40,7 @@ async def _nothing_stored(_prefix: str) -> Snapshot | None:
 
 
 class Assistant(AbstractContextManager["Assistant"]):
-    """Helps all collaborations of a run, or only the named one, from the time when their first messages arrive.
+    """Helps all collaborations of a run, or only the named collaboration, each from its first message on.
 
     ``await stored(prefix)`` returns a backbone's checkpoint, which late joiners get when no trainer is left.
     """
@@ -129,7 +129,7 @@ class Assistant(AbstractContextManager["Assistant"]):
 
 
 class _Part:
-    """An assistant's part in one collaboration: it is linked to the organizer, or organizes itself, and reduces."""
+    """An assistant's part in one collaboration: it stands at the organizer, or organizes itself, and reduces."""
 
     def __init__(
         self,

@@ -1,8 +1,8 @@
 """A model's buffers: rounds average statistics, such as BatchNorm's; each peer keeps its own values of other buffers.
 
-A mean makes sense for statistics only. It makes none for a position in a queue, a flag or a counter that wraps around,
-nor for the other buffers of such a module. So each peer keeps these buffers as its model writes them, and a late
-joiner copies them from a donor.
+A mean makes sense for statistics only. A position in a queue, a flag or a counter that wraps around has no useful mean,
+and neither have the other buffers of a module with such a buffer. So each peer keeps these buffers as its model writes
+them, and a late joiner copies them from its donor.
 """
 
 import itertools
@@ -23,10 +23,10 @@ class Buffers:
     """The saved buffers of a model, and the swarm's copies of them.
 
     Attributes:
-        averaged: maps the name of each buffer of the model to True if rounds average it. It never changes, and is empty
-            without a model.
-        shared: the swarm's copies, in main memory. `add` and `load` change them. The copies of buffers that are not
-            averaged are renewed at each contribution.
+        averaged: maps the name of each saved buffer of the model to True if rounds average it, else to False. This map
+            never changes, and is empty without a model.
+        shared: the swarm's copies, in main memory. `add` and `load` change them. Each contribution renews the copies of
+            buffers that are not averaged.
         numel: number of values in the averaged buffers.
     """
 
@@ -41,14 +41,14 @@ class Buffers:
 
     @property
     def live(self) -> list[torch.Tensor]:
-        """The model's own buffers, with which it computes."""
+        """The model's own buffers, with which the model computes."""
         return buffers_of(self._model, self.averaged)
 
     def _statistics(self, buffers: Iterable[torch.Tensor]) -> list[torch.Tensor]:
         return list(itertools.compress(buffers, self.averaged.values()))
 
     def check(self) -> None:
-        """Raise `RuntimeError` if the shape of a buffer is not that of the beginning."""
+        """Raise `RuntimeError` if the shape of a buffer has changed since the beginning."""
         for name, live, shared in zip(self.averaged, self.live, self.shared, strict=True):
             require(
                 live.shape == shared.shape,
@@ -61,8 +61,8 @@ class Buffers:
     def write_change(self, out: Floats) -> None:
         """Write the change of each statistic since the last mean to ``out``, and copy the other buffers.
 
-        If a statistic was infinite at the last mean, its value is written in place of a change. 0 is written for each
-        value that is not finite.
+        Where a statistic was not finite at the last mean, ``out`` gets its value in place of a change. Where the result
+        is not finite, ``out`` gets 0.
         """
         for live, shared, averaged in zip(self.live, self.shared, self.averaged.values(), strict=True):
             if not averaged:
@@ -100,7 +100,7 @@ class Buffers:
 
     @torch.no_grad()
     def show(self) -> None:
-        """Copy the buffers whose swarm's copy has changed to the model."""
+        """Copy those of the swarm's copies that have changed to the model's buffers."""
         for live, shared, averaged in zip(self.live, self.shared, self.averaged.values(), strict=True):
             if self._all_changed or (averaged and self._averages_changed):
                 copy_in(shared, live)
@@ -109,9 +109,9 @@ class Buffers:
 
 
 def averaged_by_name(model: torch.nn.Module | None) -> dict[str, bool]:
-    """Return the names of the saved buffers, in the model's order, and whether each one is averaged.
+    """Return the names of the saved buffers, in the model's order, each with True if rounds average the buffer.
 
-    The buffers of a module are averaged if all of them are floats, except `num_batches_tracked`: then they are
+    A module's buffers are averaged if all of them are floats, not counting `num_batches_tracked`: then they are
     statistics.
     """
     if model is None:
@@ -135,7 +135,7 @@ def _can_be_sent(buffer: torch.Tensor) -> bool:
 
 
 def buffers_of(model: torch.nn.Module | None, names: Iterable[str]) -> list[torch.Tensor]:
-    """Return the model's present buffers by these names, because ``model.to(…)`` makes new tensors."""
+    """Return the model's present buffers of these names; ``model.to(…)`` may have replaced earlier tensors."""
     if model is None:
         return []
     present = dict(model.named_buffers())

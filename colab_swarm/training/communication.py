@@ -1,8 +1,8 @@
-"""`Communication`: how peers exchange what they compute. `plan_communication`: a forecast of several ways. Pure.
+"""`Communication`: how peers exchange gradients or parameters. `plan_communication`: a forecast of several ways. Pure.
 
-A forecast assumes that all peers are like this one, and takes the time of a round from the linear program that divides
-a round's work among the reducers (`plan_round`). How much a step of each way is worth, in steps of synchronous
-training, was measured: see `colab_swarm.experiments.loss_per_byte`.
+A forecast assumes that all peers are like this peer. It takes the time of a round from the linear program that divides
+a round's work among the reducers (`plan_round`). `colab_swarm.experiments.loss_per_byte` measured how many steps of
+synchronous training a step of each way is worth.
 """
 
 import math
@@ -23,21 +23,21 @@ if TYPE_CHECKING:
     from torch import nn
 
 _OFTEN = 3
-LOCAL_STEPS = 30  # as in SparseLoCo, and the shortest of DiLoCo's
-# What a round over home lines takes in addition to its bytes, because messages travel. Its group forms while the last
-# micro-batches are computed.
+LOCAL_STEPS = 30  # as in SparseLoCo, and the shortest interval of DiLoCo
+# Time of a round over home lines in addition to the time of its bytes, because messages travel. The round's group forms
+# while peers compute the last micro-batches, so this takes no further time.
 _ROUND_S = 0.15
-_BUCKET_S = 1.0  # what a round in a bucket takes in addition to its bytes, until the others look
+_BUCKET_S = 1.0  # the same for a round in a bucket: time until the other peers look
 _MOST_WAITS = 0.5  # part of the time; a peer that waits longer gets advice
-ENOUGH = 0.95  # part of the best progress; the first way that reaches it is chosen
-HOME_BPS = 20e6, 100e6  # upload and download that are assumed where nothing is measured
+ENOUGH = 0.95  # part of the best progress; the first way that reaches this part is chosen
+HOME_BPS = 20e6, 100e6  # upload and download that are assumed without measurements
 
 MOST_LOCAL_STEPS = 1000
 
 
 @dataclass(frozen=True)
 class Communication:
-    """How the peers of a run exchange what they compute: the argument ``communication=`` of `Swarm.optimizer`.
+    """How the peers of a run exchange gradients or parameters: the argument ``communication=`` of `Swarm.optimizer`.
 
     All peers that train one model must use equal values, except ``overlap``. `PRESETS` names common choices.
 
@@ -48,17 +48,17 @@ class Communication:
         mean_compression: codec of the averaged gradients. By default it equals ``compression``. For onebit, sparseloco
             and topk the default is float16 instead, because a mean has no error feedback. With sparseloco and topk the
             mean's zeros are not sent where this saves bytes.
-        error_feedback: add to the next gradient what compression cut off this one; costs the memory of two vectors.
-            None turns it on for onebit, sparseloco and topk, where the model would be worse without it.
+        error_feedback: add the part of a gradient that compression cut off to the next gradient; costs the memory of
+            two vectors. None turns it on for onebit, sparseloco and topk, where the model would be worse without it.
         overlap: the round, and the optimizer's step on copies of the parameters, run while this peer computes on.
             Updates come exactly one round late (DeDLOC, section 3.2; ZeRO-Offload). With local steps, the model
             takes the round's result as soon as it arrives, and keeps the local steps since the round began.
         local_steps: number of steps, of ``target_batch_size`` samples each, between two rounds. Every peer takes these
-            steps alone, then the swarm averages the resulting parameters (DiLoCo). Between two rounds the models of
-            the peers differ; `Swarm.leave` puts the parameters of the last round into the model. This divides the
-            traffic by ``local_steps``. With sparseloco or topk as compression, this is SparseLoCo (arXiv 2508.15706):
-            its error feedback decays and replaces the outer momentum. A contribution with sparseloco has 146 times
-            fewer bytes than float32.
+            steps alone, then the swarm averages the resulting parameters (DiLoCo). This divides the traffic by
+            ``local_steps``. Between two rounds the models of the peers differ; `Swarm.leave` puts the parameters of the
+            last round into the model. Local steps with sparseloco or topk are SparseLoCo (arXiv 2508.15706): the error
+            feedback decays and replaces the outer momentum. A contribution with sparseloco has 146 times fewer bytes
+            than float32.
 
     Raises:
         ValueError: a value is not usable, or two values do not go together.
@@ -88,7 +88,7 @@ class Communication:
 
     @classmethod
     def of(cls, choice: "Communication | Plan | str") -> "Communication":
-        """Return the communication that a user asks for: itself, the choice of a plan, or a preset by its name."""
+        """Return the communication for a user's choice: a `Communication` as it is, a plan's choice, or a preset."""
         if isinstance(choice, Plan):
             return choice.chosen.communication
         if isinstance(choice, cls):
@@ -119,7 +119,7 @@ PRESETS = {
     "diloco": Communication(local_steps=LOCAL_STEPS, overlap=True),
     "sparseloco": Communication("sparseloco", local_steps=LOCAL_STEPS, overlap=True),
 }
-"""The first three have a round at each step of the swarm. In the others each peer takes 30 steps alone."""
+"""The first three presets have a round at each step of the swarm. In the others each peer takes 30 steps alone."""
 WAYS = {
     "each step, float32": SYNCHRONOUS,
     "each step, float16": PRESETS["float16"],
@@ -136,19 +136,19 @@ _WORTH = dict(zip(WAYS, (1.0, 1.0, 1.0, 0.85, 0.5, 0.3), strict=True))
 
 @dataclass(frozen=True)
 class Forecast:
-    """What one way to communicate is expected to cost and to achieve."""
+    """Expected cost and progress of one way to communicate."""
 
     name: str
     communication: Communication
     round_s: float
-    sent_bytes: float  # what a peer sends in a round
+    sent_bytes: float  # bytes that a peer sends in a round
     waits: float  # part of the time in which a peer does not compute
     steps_per_hour: float  # steps of ``target_batch_size`` samples
     worth_per_hour: float  # synchronous steps that give about the same loss
 
     @property
     def mb_per_hour(self) -> float:
-        """What a peer sends in an hour, in megabytes; it receives about as much."""
+        """Megabytes that a peer sends in an hour; over links it receives about as much."""
         return self.sent_bytes * self.steps_per_hour / self.communication.local_steps / 1e6
 
 
@@ -203,8 +203,7 @@ def plan_communication(
         model: the model, or its number of trained values.
         step_s: seconds in which all peers together compute a step of ``target_batch_size`` samples.
         line_bps: upload and download of each peer, bits per second; None assumes a home's line.
-        gb_per_hour: maximum that a peer may send in an hour, and also receive, in units of 10^9 bytes; None for no
-            limit.
+        gb_per_hour: maximum that a peer may send in an hour, in units of 10^9 bytes; None for no limit.
         in_bucket: True if rounds are objects in a bucket, where each peer reads all contributions.
     """
     if isinstance(model, int):
@@ -237,7 +236,7 @@ def plan_communication(
 
 
 def elected_agreement(records: Mapping[PeerId, ProgressRecord]) -> Agreement:
-    """Return the agreement that most of the training peers have; empty if no peer trains."""
+    """Return the agreement (the shared settings) of most of the training peers; empty if no peer trains."""
     agreements = []
     for record in records.values():
         if record.agreement and not record.syncing:

@@ -2,10 +2,10 @@
 
 Equal lineages prove that peers received the same means, not that they hold the same parameters. A donor may give false
 parameters with a correct lineage, and a trainer may load weights or change a learning rate. So each ticket contains the
-learning rates, and every tenth step's ticket also contains a sketch: random projections of the state. The lineage is
-the seed of the projections. Nobody knows it in advance, so nobody can prepare a false state with a fitting sketch.
-Sketches are compared with a tolerance, because processors round differently. The group contains a witness: the ticket
-with which most members agree.
+learning rates, and every tenth step's ticket also contains a *sketch*: random projections of the state. The lineage is
+the seed of the projections. No peer knows a lineage in advance, so none can prepare a false state with a fitting
+sketch. Sketches are compared with a tolerance, because processors round differently. The group contains a *witness*:
+the ticket with which the tickets of most members agree.
 """
 
 import math
@@ -22,8 +22,9 @@ from colab_swarm.training.records import SKETCH_STEPS, Rates, StateSketch
 from colab_swarm.training.view import SwarmView
 
 _RATE_TOLERANCE = 1e-6  # relative tolerance of learning rates
-# Parts of the tolerance. Above the first, rounding has moved a state away, and this peer loads the swarm's state if
-# this costs little traffic. Above the second, it does so at any cost, before the state counts as another one.
+# Parts of the tolerance. Above the first part, rounding has moved this peer's state away: this peer loads the swarm's
+# state if this costs little traffic. Above the second part it loads that state at any cost, before its own counts as
+# deviant.
 _DRIFT = 1 / 200
 _URGENT = 1 / 2
 
@@ -53,7 +54,7 @@ class StateCheck:
     """Compares this peer's sketches with those of most other peers; a pure core."""
 
     def __init__(self, tolerance: float) -> None:
-        self.donors: tuple[PeerId, ...] = ()  # who gave the loaded state, until most other peers confirm it
+        self.donors: tuple[PeerId, ...] = ()  # donors of the loaded state, until most other peers confirm it
         self._tolerance = tolerance
         self._moved = False  # whether this peer's own steps have moved its state before
         self._false: set[PeerId] = set()  # donors of unconfirmed states, since the last confirmed one
@@ -63,8 +64,8 @@ class StateCheck:
     ) -> Verdict | None:
         """Compare two sketches of one step; return None if they are equal enough.
 
-        ``agreeing`` are the peers that have the state of ``theirs``. If this peer's donor is one of them, its state
-        was right, so this peer's own steps have moved it. With ``corrects``, a small drift is reported, too.
+        ``agreeing`` are the peers that have the state of ``theirs``. If a donor of this peer is one of them, the loaded
+        state was right, so this peer's own steps have moved it. With ``corrects``, a small drift counts, too.
         """
         gap = own.distance(theirs)
         if gap <= self._tolerance:
@@ -90,12 +91,12 @@ class Comparison:
         deviant: True from the time when this peer's state is found to differ from most others' until it has loaded the
             swarm's state.
         shown_sketch: the last sketch of a confirmed state.
-        moved_bytes: bytes sent and received in rounds since this peer last loaded a state against drift. `LinkRounds`
-            adds to them.
+        moved_bytes: bytes sent and received in rounds since this peer last loaded a state because of drift.
+            `LinkRounds` counts them.
     """
 
     def __init__(self, view: SwarmView, tolerance: float, events: EventLog, *, drift_bytes: float) -> None:
-        """Between two state downloads against small drift, rounds must move at least ``drift_bytes``."""
+        """Between two state downloads because of small drift, rounds move at least ``drift_bytes``."""
         self.deviant = False
         self.shown_sketch: StateSketch | None = None
         self.moved_bytes = 0
@@ -109,7 +110,7 @@ class Comparison:
 
     @property
     def confirmed(self) -> bool:
-        """True if this peer loaded no state, or if its loaded state was compared with the others' since."""
+        """True if this peer loaded no state, or if most other peers have confirmed the loaded state since."""
         return not self._check.donors
 
     def check(self) -> None:
@@ -123,20 +124,20 @@ class Comparison:
             self.shown_sketch = sketch
 
     def on_loaded(self, donors: tuple[PeerId, ...]) -> None:
-        """Note that these donors gave this peer's state: it must be compared before this peer shows sketches."""
+        """Note that these donors gave this peer's state; it must be confirmed before this peer shows sketches."""
         self.deviant = False
         self._sketch = None
         self._check.donors = donors
 
     def shown(self, rates: Rates, step: int) -> tuple[Rates, tuple[float, ...]]:
-        """Return what the ticket of a step contains: the rates and, every `SKETCH_STEPS` steps, the sketch."""
+        """Return the rates and the sketch for the ticket of a step; the sketch is empty except every `SKETCH_STEPS`."""
         sketch = self._sketch
         if step % SKETCH_STEPS or sketch is None or sketch.step != step or not self.confirmed:
             return rates, ()
         return rates, sketch.values
 
     def agree(self, one: Ticket, other: Ticket) -> bool:
-        """Return whether two tickets of one step show equal rates and states."""
+        """Return True if two tickets of one step show equal rates and, if both have sketches, equal states."""
         if not equal_rates(one.rates, other.rates):
             return False
         mine = sketch_of(one)
@@ -149,13 +150,13 @@ class Comparison:
             self.on_witness(group.witness, [group.members[index].id for index in group.agreeing], rates)
 
     def on_tickets(self, tickets: Mapping[PeerId, Ticket], rates: Rates) -> None:
-        """Compare this peer with the majority of these tickets, where no organizer has named a witness."""
+        """Compare this peer with the majority of these tickets, if there is no organizer that names a witness."""
         witness, agreeing = elect(tickets, self.agree, min(tickets, default=self._view.me))
         if witness is not None:
             self.on_witness(witness, [list(tickets)[index] for index in agreeing], rates)
 
     def on_witness(self, witness: Ticket, agreeing: Sequence[PeerId], rates: Rates) -> None:
-        """Compare this peer with the ticket that most peers, ``agreeing``, agree with."""
+        """Compare this peer with the ``witness``, a ticket with which most peers, ``agreeing``, agree."""
         if not equal_rates(rates, witness.rates):
             theirs = ", ".join(f"{rate:g}" for rate in witness.rates)
             own = ", ".join(f"{rate:g}" for rate in rates)

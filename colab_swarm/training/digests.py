@@ -1,4 +1,4 @@
-"""What peers compare instead of tensors: digests, which detect any change, and projections, which measure its size.
+"""Peers compare no tensors, but digests, which detect any change, and projections, which measure the change.
 
 `StateDigests` computes both for one replica.
 """
@@ -46,7 +46,7 @@ def digest_with_optimizer(parameters: Iterable[torch.Tensor], optimizer: Optimiz
 
 
 def projections_of(parameters: list[torch.Tensor], optimizer: Optimizer, lineage: bytes) -> tuple[float, ...]:
-    """Return the values of a `StateSketch`: first those of the parameters, then of each kind of optimizer state."""
+    """Return the values of a `StateSketch`: first for the parameters, then for each kind of optimizer state."""
     kinds = {"": [*parameters]}
     for parameter in parameters:
         for kind, value in optimizer.state.get(parameter, {}).items():
@@ -91,10 +91,10 @@ def _project(tensors: list[torch.Tensor], seed: bytes) -> list[float]:
 
 @dataclass
 class StateDigests:
-    """What other peers compare of a `Replica`: learning rates, sketches, and changes outside a step.
+    """The data of a `Replica` that other peers compare: learning rates, sketches, and changes outside a step.
 
     ``_optimizer`` is the wrapped optimizer. ``_stepping`` takes the swarm's steps on ``_parameters``. Both are the same
-    optimizer if ``_parameters`` are those of the ``_model``.
+    optimizer, except with local steps.
     """
 
     _optimizer: Optimizer
@@ -110,12 +110,12 @@ class StateDigests:
         self._versions = versions_of(self._model)
 
     def on_loaded(self) -> None:
-        """Note that a state was loaded, so the parameters are the swarm's, whatever changed them before."""
+        """Note that a state was loaded, so the parameters are the swarm's, and earlier changes no longer count."""
         self.on_step()
         self._changed = False
 
     def on_changed(self) -> None:
-        """Note that the user changed the swarm's parameters where they are copies."""
+        """Note that the user changed the swarm's parameters, in a mode in which they are copies."""
         self._changed = True
 
     @property
@@ -141,7 +141,7 @@ class StateDigests:
         return tuple(sorted(rates, reverse=True)[:MAX_RATES])
 
     def of_step(self, step: int, lineage: bytes) -> StepTaken:
-        """Describe the step that was just taken; a sketch follows every `SKETCH_STEPS`."""
+        """Return a description of the step that was just taken, with a sketch every `SKETCH_STEPS` steps."""
         # A schedule-free optimizer that evaluates shows other parameters than it trains.
         evaluates = any(group.get("train_mode") is False for group in self._optimizer.param_groups)
         sketch = None

@@ -1,4 +1,4 @@
-"""What the next ``step()`` without arguments counts: the batches since the last step, or what a framework sets."""
+"""The samples of the next ``step()`` without arguments: those of the batches since the last step, or a framework's."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -22,20 +22,20 @@ class NextStep:
     """Samples, weight and loss of the next ``step()`` without arguments.
 
     Gradients add up until a step, so the batches since the last step count together. A batch does not count if it
-    gave no gradient, for example because the loop skipped it, or if its gradients were cleared.
+    gave no gradient, for example because the loop skipped it, or if the loop cleared its gradients.
     """
 
-    _trained: Callable[[], Iterable[torch.Tensor]]  # gives the parameters that get the gradients
-    _batch_size: float | None  # what counts if no batch was drawn and nothing was set
+    _trained: Callable[[], Iterable[torch.Tensor]]  # returns the parameters that get the gradients
+    _batch_size: float | None  # the samples that count if no batch was drawn and nothing was set
     _drawn: dict[int, _Drawn] = field(default_factory=dict)  # by the loader's number
     _said: tuple[float | None, float | None, Loss | None] | None = None
 
     def say(self, samples: float | None, weight: float | None, loss: Loss | None) -> None:
-        """Let the next step count these values, whatever batches were drawn."""
+        """Let the next step count these values in place of the drawn batches."""
         self._said = samples, weight, loss
 
     def draw(self, samples: float | None, loader: int) -> None:
-        """Count a batch that the loader of this number gives now; ``samples`` is None if its size is not known."""
+        """Count a batch that loader number ``loader`` gives now; ``samples`` is None if its size is not known."""
         marks = []
         for parameter in self._trained():
             gradient = parameter.grad

@@ -1,7 +1,7 @@
 """A model's trained tensors as one flat float32 vector, and an optimizer's step with such a vector.
 
-Small tensors, such as biases, are at the front, where a codec may encode them more exactly. A complex value is stored
-as two values.
+Small tensors, such as biases, are at the front of the vector, where a codec may encode them more exactly. A complex
+value is stored as two values.
 """
 
 import itertools
@@ -47,7 +47,7 @@ def _is_large(tensor: torch.Tensor) -> bool:
 
 
 def _dense(gradient: torch.Tensor) -> torch.Tensor:
-    """Return the gradient itself, or a dense copy if it is sparse or if several of its values share memory."""
+    """Return the gradient itself, or a dense copy if the gradient is sparse or some of its values share memory."""
     if gradient.layout is not torch.strided:
         return gradient.to_dense()
     if 0 in gradient.stride():
@@ -87,7 +87,7 @@ def copy_of(parameter: torch.Tensor) -> torch.Tensor:
 
 
 def move_to_copies(optimizer: Optimizer) -> list[torch.Tensor]:
-    """Make the optimizer work on copies of its trained parameters in main memory; returns the copies."""
+    """Make the optimizer work on copies of its trained parameters in main memory; return the copies."""
     for group in optimizer.param_groups:
         for index, parameter in enumerate(group["params"]):
             if not parameter.requires_grad:
@@ -135,7 +135,7 @@ class FlatValues:
         values: Floats | None = None,
         segments: Sequence[torch.Tensor] = (),
     ) -> None:
-        """Use these ``values`` in main memory, or these ``segments``; else new memory on the tensors' devices."""
+        """Use ``values`` in main memory, or ``segments``; without both, allocate memory on the tensors' devices."""
         ordered = sorted(tensors, key=_is_large)
         sizes = [reals(tensor).numel() for tensor in ordered]
         self.in_main_memory = values is not None
@@ -167,7 +167,7 @@ class FlatValues:
             segment.mul_(factor)
 
     def lies_with(self, tensors: Sequence[torch.Tensor]) -> bool:
-        """Return True if gradients of these tensors can be added; False after the model moved to another device."""
+        """Return True if gradients of these tensors can be added; False if the model has moved to another device."""
         if self.in_main_memory:
             return True
         pairs = zip(self.parts, tensors, strict=True)
@@ -185,7 +185,7 @@ class GradientSum:
     """A sum of gradients, each times its weight, in the memory of ``values``.
 
     The sum is ``factor`` times the values. So the first gradient is copied without a multiplication, and the mean of a
-    single gradient needs no more work. If ``factor`` is None the sum is 0, and its memory may hold anything.
+    single gradient needs no further work. If ``factor`` is None the sum is 0, and the memory may hold anything.
     """
 
     values: FlatValues
@@ -235,7 +235,7 @@ class GradientSum:
             if part.device == addend.device:
                 part.add_(addend, alpha=weight / self.factor)
                 continue
-            # Added in main memory: on a device without memory for the addend, the sum would stop half-way.
+            # Added in main memory, because a device may lack memory for the addend, and the sum would stop half-way.
             total = to_host(part)
             total.add_(to_host(addend), alpha=weight / self.factor)
             copy_in(total, part)
@@ -282,9 +282,10 @@ def set_gradients(
     *,
     shared: bool = False,
 ) -> None:
-    """Set the parameters' gradients to copies of ``gradient``, or with ``shared`` to views, where the type is equal.
+    """Set the parameters' gradients to copies of ``gradient``.
 
-    ``unused`` has a flag for each parameter; a parameter whose flag is True gets no gradient.
+    With ``shared`` they are views instead, where type, device and strides are those of the parameter. ``unused`` has a
+    flag for each parameter; a parameter whose flag is True gets no gradient.
     """
     flags = itertools.chain(unused, itertools.repeat(False))
     for parameter, part, skipped in zip(parameters, gradient.parts, flags, strict=False):
@@ -313,7 +314,7 @@ def take_step(
 ) -> None:
     """Step with a flat gradient, clipped to ``max_grad_norm``; parameters with a flag in ``unused`` do not change.
 
-    Other peers may be reading the gradient, so it is only changed if it is ``ours``.
+    Only if the gradient is ``ours``, it may be changed. Else other peers may be reading it.
     """
     try:
         set_gradients(parameters, gradient, unused, shared=ours or only_reads(optimizer))
@@ -327,7 +328,7 @@ def take_step(
         optimizer.step()
     finally:
         _STEPPING.ours = False
-        # Else the next backward pass would add to the mean.
+        # Otherwise the next backward pass would add to the mean.
         optimizer.zero_grad(set_to_none=True)
 
 

@@ -26,21 +26,21 @@ _FEEDBACK_DECAY = 0.95  # what SparseLoCo's error feedback is multiplied by afte
 
 
 def _brought(value: float | torch.Tensor, device: torch.device) -> float | torch.Tensor:
-    """Return a number as it is, or a tensor moved to this device, because a model may be on several devices."""
+    """Return a number as it is, and a tensor on this ``device``; a model may be on several devices."""
     return value.to(device) if isinstance(value, torch.Tensor) else value
 
 
 class MeanLoss:
     """The weighted mean of the finite losses; tensors stay on their devices until `value` reads the mean.
 
-    ``sums`` are the sum of the losses times their weights, and the sum of these weights.
+    ``sums`` has the sum of the losses times their weights, and the sum of these weights.
     """
 
     def __init__(self) -> None:
         self.sums: tuple[float | torch.Tensor, float | torch.Tensor] = 0.0, 0.0
 
     def add(self, loss: float | torch.Tensor, weight: float, counts: torch.Tensor | bool = True) -> None:
-        """Add a loss if it is finite and if ``counts`` is True; ``counts`` may be a bool tensor on a device."""
+        """Add a loss, if the loss is finite and ``counts`` is True; ``counts`` may be a bool tensor on a device."""
         value = torch.as_tensor(loss, dtype=torch.float32).detach().mean()
         if isinstance(counts, torch.Tensor) and in_main_memory(value.device):
             # The loss goes to the flag's device, because moving the flag here would wait for the device.
@@ -76,7 +76,7 @@ def require_gradient(parameters: Iterable[torch.Tensor]) -> None:
 
 @dataclass(frozen=True)
 class GradientCheck:
-    """Whether a gradient is ``finite``, its samples and weight, and the indices of the parameters that it changed."""
+    """A flag that tells if a gradient is ``finite``, its samples and weight, and the indices of its parameters."""
 
     finite: Flag
     samples: float
@@ -85,13 +85,13 @@ class GradientCheck:
 
 
 def _less(total: float, part: float) -> float:
-    """Return a sum without one of its parts; 0 if only a rounding error is left."""
+    """Return a ``total`` without a ``part`` of it; 0 if only a rounding error is left."""
     left = total - part
     return left if left > 1e-9 * part else 0.0
 
 
 def _own(vector: Vector) -> ModelVector:
-    """Return a vector that `Gradients` made."""
+    """Return the vector, which `Gradients` made, with its exact type."""
     assert isinstance(vector, HostVector | DeviceVector)
     return vector
 
@@ -100,16 +100,16 @@ class Gradients:
     """A sum of gradients, each times its weight. *Samples* fill the batch; *weight* is the weight in the mean.
 
     With local steps (DiLoCo, Douillard et al. 2023) the contribution is the *pseudo-gradient*: the parameters of the
-    last round minus the present ones. In the vector, the change of the model's buffers comes first.
+    last round minus the present parameters. In the vector, the change of the model's buffers comes first.
 
-    ``feedback`` is what compression cut off the last contribution. It is added to the next contribution without
-    regard to weights: if it were multiplied by the ratio of the two weights, the feedback of a long round would
-    ruin a short one. With SparseLoCo the feedback decays, and replaces the outer momentum.
+    ``feedback`` is the part of the last contribution that compression cut off. It is added to the next contribution
+    without regard to weights: if it were multiplied by the ratio of the two weights, the feedback of a long round would
+    ruin a short round. With SparseLoCo the feedback decays, and replaces the outer momentum.
 
     Memory limits the size of the model, so the sum itself is scaled and becomes the contribution, and the mean
-    overwrites it. ``held(vector)`` is True while another peer may still recover chunks from a vector. So two vectors
-    take turns, and there is a third one if a round runs while the next sum begins. If a round gave no mean, the
-    contribution becomes the sum again: see `_take_back`. ``placement`` decides where vectors lie, with at most
+    overwrites the contribution. ``held(vector)`` is True while another peer may still recover chunks from a vector. So
+    two vectors take turns. If a round runs while the next sum begins, there is a third vector. If a round gave no mean,
+    the contribution becomes the sum again: see `_take_back`. ``placement`` decides where vectors lie, with at most
     ``device_memory`` bytes on devices; None allows all free memory. An interrupt within a round may leave means of
     the group in the vector. These then count as this peer's gradients.
     """
@@ -132,7 +132,7 @@ class Gradients:
         self._begin()
 
     def _begin(self) -> None:
-        # The sum of gradients since the last local step. None if it is 0, or became the contribution.
+        # The sum of gradients since the last local step. None if the sum is 0, or became the contribution.
         self._sum: GradientSum | None = None
         self._checks: list[GradientCheck] = []  # of gradients in the sum that were not checked yet
         self._given: RoundInput | None = None  # the contribution, until it is averaged or taken back
@@ -163,8 +163,8 @@ class Gradients:
     ) -> None:
         """Add the model's gradient, which is a mean over ``weight``, multiplied by ``scale``.
 
-        A gradient that is not finite does not count. In main memory this is checked immediately. On a device it is
-        checked when the next gradient is added, so that nothing waits for the device.
+        A gradient that is not finite does not count. In main memory `add` checks this immediately. On a device the next
+        `add` checks it, so that nothing waits for the device.
         """
         model = self._replica.model
         finite = finite_gradients(model)
@@ -183,7 +183,7 @@ class Gradients:
         self.read_checks(newest=not self.placement.on_devices)
 
     def read_checks(self, *, newest: bool = True) -> None:
-        """Read whether the gradients, with the ``newest`` or without, were finite, and uncount those that were not."""
+        """Read which gradients were finite, and uncount the others; the ``newest`` gradient may be left unread."""
         while len(self._checks) > (not newest):
             check = self._checks.pop(0)
             if check.finite.read():
@@ -218,7 +218,7 @@ class Gradients:
             self._unused = [True] * len(self._replica.model)
 
     def offer(self) -> StepOffer:
-        """Return what the contribution will be; before that, check all gradients."""
+        """Check all gradients, and return a description of the contribution that they will give."""
         self.read_checks()
         unused = b""
         if self.weight and not self._replica.rule.local:
@@ -227,7 +227,7 @@ class Gradients:
         return StepOffer(self.weight, self.loss.value, unused, digests.rates, digests.changed)
 
     def contribution(self) -> RoundInput:
-        """Return what to average; call it after `offer`, which checks all gradients."""
+        """Return this peer's contribution to a round; call this after `offer`, which checks all gradients."""
         self._take_back(self._given)
         if self._replica.rule.local:
             # The step comes before the decision where vectors lie, because it takes memory.

@@ -16,14 +16,14 @@ LEFT = "this optimizer has left its swarm: make a new one with swarm.optimizer(â
 
 
 class LoopHooks:
-    """``optimizer.hooks``: for the loop of a framework, or a generator like `Swarm.batches`; your own loop needs none.
+    """``optimizer.hooks``, for a framework's loop or a generator like `Swarm.batches`; your own loop needs no hooks.
 
     Attributes:
         peer: the id of the peer that trains with this optimizer.
-        checkpoint: the content of a checkpoint; a loop keeps its positions in the data there.
+        checkpoint: the content of a checkpoint, in which a loop keeps its positions in the data.
         warn: shows the user a sentence about the training, and records it as an event.
-        print_news: prints a line for each event since the last call, such as a peer that joined; a framework's loop
-            calls it after each batch. It does nothing in a simulation.
+        print_news: prints a line for each event since the last call, such as a peer that joined. A framework's loop
+            calls this after each batch. In a simulation it does nothing.
         max_steps: global step at which the loop ends; infinite by default. Views show it.
         closed: set once the optimizer takes no more steps.
     """
@@ -50,11 +50,11 @@ class LoopHooks:
     def begin_batch(self, samples: float | None, *, loader: int = 0) -> None:
         """Count a batch that is about to be computed, for a loop that accumulates several batches in a step.
 
-        The next ``step()`` without arguments counts all batches since the last step. A batch does not count if no
-        gradient came of it.
+        The next ``step()`` without arguments counts all batches since the last step. A batch that gave no gradient does
+        not count.
 
         Args:
-            samples: size of the batch; None if it is not known, and then ``step()`` asks for ``samples=``.
+            samples: size of the batch; None if it is not known: then ``step()`` needs ``samples=``.
             loader: number of the loader that gave the batch.
         """
         self._next.draw(samples, loader)
@@ -66,15 +66,15 @@ class LoopHooks:
         weight: float | None = None,
         loss: float | torch.Tensor | None = None,
     ) -> None:
-        """Set what the next ``step()`` without arguments counts, in place of the batches that were begun."""
+        """Set the values that the next ``step()`` without arguments counts, in place of the begun batches."""
         self._next.say(samples, weight, loss)
 
     @contextmanager
     def running(self) -> Iterator[None]:
         """Run a loop in a ``with`` block in which ``step()`` does nothing after the session's end.
 
-        The loop itself checks `over`, and ends. Raises RuntimeError if this peer has left already, or a later
-        optimizer has replaced this one.
+        The loop itself checks `over`, and ends. Raises RuntimeError if this peer has left already, or if a later
+        optimizer has replaced this optimizer.
         """
         self.check_open()
         self._running += 1
@@ -94,10 +94,13 @@ class LoopHooks:
 
     @property
     def ends_quietly(self) -> bool:
-        """True inside a loop that checks `over`: there a step after the end raises nothing."""
+        """True inside a loop that checks `over`, where a step after the end raises no error."""
         return self._running > 0 and not self.is_replaced
 
     def end(self, why: str, *, hand_over_s: float) -> None:
-        """Let the optimizer's next call hand the accumulated samples over, close the optimizer, and raise ``why``."""
+        """Let the optimizer's next call hand the accumulated samples over and close the optimizer, with ``why``.
+
+        That call raises RuntimeError with the text ``why``, except in a loop as in `running`.
+        """
         self.why = why
         self.hand_over_s = hand_over_s

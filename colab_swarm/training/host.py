@@ -1,10 +1,10 @@
 """One peer, several processes: the GPUs of one host train as one peer through `torch.distributed`.
 
-Only rank 0 talks to the swarm. In each ``step()``, the ranks' gradients are summed on their devices, and rank 0 counts
+Only rank 0 talks to the swarm. In each ``step()``, the ranks sum their gradients on their devices, and rank 0 counts
 the sum as one micro-batch. If this changes the parameters of rank 0, rank 0 sends them to all ranks. All ranks must
 make the same calls in the same order.
 
-Each rank drops its own gradients that are not finite, because with float16 each rank has its own gradient scale.
+Each rank drops those of its own gradients that are not finite. With float16 each rank has its own gradient scale.
 """
 
 import logging
@@ -49,13 +49,13 @@ class _Update:
 
 
 class RankSum:
-    """A rank's gradients and their counts, on the model's devices; after a reduction, rank 0 has the sum of all ranks.
+    """A rank's gradients and their counts, on the model's devices; after a reduction, rank 0 has the sums of all ranks.
 
     Only `to_gradients` reads from a device or waits for it.
 
     Attributes:
-        tensors: what the ranks sum: the gradients times their weights, and as the last tensor the counts. The counts
-            include, for each parameter, how many ranks had a gradient.
+        tensors: the tensors that the ranks sum: the gradients times their weights and, as the last tensor, the counts.
+            The counts include, for each parameter, how many ranks had a gradient.
     """
 
     def __init__(self, parameters: list[torch.Tensor], rank: int) -> None:
@@ -74,7 +74,7 @@ class RankSum:
         loss: float | torch.Tensor | None,
         scale: torch.Tensor | None,
     ) -> None:
-        """Take this rank's gradient, which is a mean times ``scale``; it counts if it is finite and has samples."""
+        """Take this rank's gradient, a mean times ``scale``; it counts if it is finite and ``samples`` is not 0."""
         self.read_check()
         self._counts.zero_()
         total = GradientSum(self._gradient)
@@ -95,7 +95,7 @@ class RankSum:
         clear_gradients(self._parameters)
 
     def read_check(self) -> None:
-        """Warn if the newest gradient was not finite; the next call reads this, so that none waits for the device."""
+        """Warn if the gradient of the last call was not finite; reading it only now, no call waits for the device."""
         if self._check is not None:
             finite, samples = self._check
             self._check = None
@@ -125,8 +125,8 @@ class RankSum:
 class HostOptimizer(WrappedOptimizer):
     """One rank's optimizer in a peer of several processes: use it like a `SwarmOptimizer`, on all ranks alike.
 
-    On rank 0, ``param_groups``, ``state``, ``defaults`` and ``state_dict()`` are those of its `SwarmOptimizer`, and
-    only there step hooks are called. Another rank shows its own optimizer, which takes no step.
+    On rank 0, ``param_groups``, ``state``, ``defaults`` and ``state_dict()`` are those of its `SwarmOptimizer`. Another
+    rank shows its own optimizer, which takes no step. Step hooks are called on rank 0 only.
 
     A `GradScaler` works as with any optimizer: call ``scaler.step(optimizer, samples=…)``, then ``scaler.update()``.
     If a framework calls ``step()``, ``scaler.unscale_(optimizer)`` comes before it, and ``scaler.update()`` after it.
@@ -145,7 +145,7 @@ class HostOptimizer(WrappedOptimizer):
         model: torch.nn.Module | None = None,
         timeout_s: float,
     ) -> None:
-        """Use `host_optimizer`. ``begin`` joins the swarm, on rank 0."""
+        """Use `host_optimizer` instead of this constructor. ``begin`` joins the swarm, on rank 0."""
         self.lead: SwarmOptimizer | None = None  # stays None on all ranks except rank 0
         self.global_step = 0
         self.lineage = b""
@@ -251,7 +251,7 @@ class HostOptimizer(WrappedOptimizer):
         return self._saved(self._wrapped.state_dict)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take rank 0's state of `state_dict`, after its parameters were loaded into the model; every rank calls it."""
+        """Take the state of rank 0's `state_dict`; load its parameters into the model before. Every rank calls this."""
         self._follow_lead(lambda: self._load(state_dict, self._leading().load_state_dict))
 
     def _mode(self, name: str) -> Callable[[], object]:
@@ -263,7 +263,7 @@ class HostOptimizer(WrappedOptimizer):
         try:
             return self._leading().step(samples=samples, weight=weight, loss=loss)
         finally:
-            # Else a backward pass after an error would add to the old sum; the next call begins a new one.
+            # Otherwise a backward pass after an error would add to the old sum; the next call begins a new sum.
             clear_gradients(self._parameters)
 
     def _leading(self) -> SwarmOptimizer:
@@ -352,9 +352,9 @@ def host_optimizer(
             `DistributedDataParallel`, and all ranks get them when the parameters change. So BatchNorm's statistics
             are those of rank 0's batches. For statistics over all ranks, use `torch.nn.SyncBatchNorm`, and give each
             rank a batch.
-        timeout_s: maximum time that one rank waits for another. It must include a long evaluation, and catching up.
-        target_batch_size, settings: those of `Swarm.optimizer`. Only rank 0's values are used, except ``batch_size``
-            and ``weight_unit``, which each rank uses itself.
+        timeout_s: maximum time that a rank waits for another rank. It must include a long evaluation, and catching up.
+        target_batch_size, settings: as in `Swarm.optimizer`. Rank 0's values count, but each rank uses its own
+            ``batch_size`` and ``weight_unit``.
 
     Raises `RuntimeError` if there is no process group, `ValueError` if rank 0 has no swarm or
     another rank has one, `HostError` if another rank failed, and what `Swarm.optimizer` raises.

@@ -11,7 +11,7 @@ from colab_swarm.errors import require
 
 
 class _Layerwise(torch.optim.Optimizer):
-    """Updates one tensor at a time: as fast here as updates of lists of tensors, with memory for only one tensor."""
+    """Updates one tensor at a time, as fast as updates of lists of tensors, with temporary memory for one tensor."""
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -40,7 +40,7 @@ class _Layerwise(torch.optim.Optimizer):
 class Lamb(_Layerwise):
     """Adam whose step is scaled, for each tensor, by the ratio of the weight's norm to the step's norm.
 
-    With g the gradient and t the step counted from 1, for each parameter tensor w (You et al. 2020, Algorithm 2)::
+    For each parameter tensor w, with its gradient g and the step t = 1, 2, … (You et al. 2020, Algorithm 2)::
 
         m <- b1 m + (1 - b1) g            v <- b2 v + (1 - b2) g^2
         r  = m^ / (sqrt(v^) + eps) + weight_decay w        with m^ = m / (1 - b1^t), v^ = v / (1 - b2^t)
@@ -94,15 +94,15 @@ def _norm(tensor: Tensor) -> Tensor:
 
 
 class Lars(_Layerwise):
-    """SGD with momentum whose gradient is scaled, for each tensor, by the ratio of the weight's norm to its norm.
+    """SGD with momentum; each tensor's gradient is scaled by the ratio of the weight's norm to the gradient's norm.
 
-    With g the gradient, for each parameter tensor w (You, Gitman and Ginsburg 2017; LARC as in NVIDIA's apex)::
+    For each parameter tensor w with its gradient g (You, Gitman and Ginsburg 2017; LARC as in NVIDIA's apex)::
 
-        r = trust |w| / (|g| + weight_decay |w| + eps)       LARC ("clip"):  r = min(r / lr, 1)
-        m <- momentum m + r (g + weight_decay w)             a zero norm: g itself, without decay
+        r = trust |w| / (|g| + weight_decay |w| + 1e-8)      LARC ("clip"):  r = min(r / lr, 1)
+        m <- momentum m + r (g + weight_decay w)             if |w| or |g| is 0:  m <- momentum m + g
         w <- w - lr m
 
-    A group whose ``lr`` is 0 is frozen: its momentum does not grow until the scheduler raises it.
+    A group whose ``lr`` is 0 is frozen: its momentum does not change until the scheduler raises ``lr``.
     With ``clip`` the ratio only lowers the learning rate. A usual value is ``lr=4.8`` at batch 4096 (SwAV).
     Raises `ValueError` if an argument is out of its range.
     """

@@ -1,8 +1,8 @@
 """Rounds over links: the trainers report to an organizer, average, and give each other the state. No torch.
 
 A trainer is a member of each group of its swarm, even while it evaluates or downloads the state. It keeps the means of
-the rounds in which it does not contribute, and applies them later, in the order of the steps. So the swarm never leaves
-a member behind.
+the rounds in which it does not contribute, and applies them later, in the order of the steps. So a member is not left
+behind. Only if the kept means would take more than `_MAX_REPLAY_BYTES`, it downloads the state instead.
 
 A peer *stands at* an organizer while it has an open stream to it.
 """
@@ -44,7 +44,7 @@ from colab_swarm.training.state import StateSharing
 
 logger = logging.getLogger(__name__)
 
-_MAX_REPLAY_BYTES = 1 << 30  # memory for the means of rounds that this peer has not applied yet
+_MAX_REPLAY_BYTES = 1 << 30  # memory for means that this peer has not applied yet
 _LEAST_PERIOD_S = 2.0  # between two readings of the records
 _MOST_PERIOD_S = 30.0
 _PERIOD_PER_PEER_S = 1.0  # so the traffic for reading does not grow with the swarm
@@ -84,8 +84,8 @@ class LinkRounds(Rounds):
         self._told_of_unreachable = False
         self._steps = False  # True once the trainer has begun; until then this peer only follows
         self._thread = 0  # the thread in which the trainer computes
-        self._blocked = False  # whether this thread waits in the step of another collaboration
-        self._waits = False  # whether this thread waits in this collaboration's step
+        self._blocked = False  # True while this thread waits in the step of another collaboration
+        self._waits = False  # True while this thread waits in this collaboration's step
         services.on_wait.append(self._on_wait)
         self._news = asyncio.Event()
         self._states = StateSharing(
@@ -261,9 +261,9 @@ class LinkRounds(Rounds):
             self._news.set()
 
     def _block_others(self, blocked: bool) -> None:
-        """Tell this process's other optimizers whether the trainer's thread waits in this one's step.
+        """Tell this process's other optimizers that the trainer's thread begins or stops to wait in this step.
 
-        A thread that waits in one step computes nothing for the other optimizers, so their swarms must not wait for it.
+        A thread that waits in a step computes nothing for the other optimizers, so their swarms must not wait for it.
         """
         if blocked == self._waits:
             return
@@ -295,7 +295,7 @@ class LinkRounds(Rounds):
         rates, sketch = self.comparison.shown(offer.rates, own.step)
         self.view.update(rates=offer.rates, changed=offer.changed)
         if offer.loss is not None:
-            # Right after the step there is no loss to read, and the next record should still have this one.
+            # Right after the step there is no loss to read, and the next record should still have this loss.
             self.view.update(loss=offer.loss)
         share.ticket = Ticket(
             replace(terms, step=own.step, lineage=own.lineage),
@@ -384,7 +384,7 @@ class LinkRounds(Rounds):
         except PeerError as error:
             logger.info("no round for step %d: %s", group.terms.step, error)
             self._needs_state = True
-            self.share.counted += contribution.samples  # they count again if this peer keeps its state
+            self.share.counted += contribution.samples  # these count again if this peer keeps its state
         finally:
             # By now the step with the mean is taken, too.
             self.share.averages = False
@@ -410,7 +410,7 @@ class LinkRounds(Rounds):
         self._hold(self.view.own.step, self.view.own.lineage, beside=self.share.computes)
 
     def _hold(self, step: int, lineage: bytes, *, beside: bool = False) -> None:
-        """Note and report that this peer holds another state; ``beside``: the trainer computes meanwhile."""
+        """Note and report that this peer holds another state; ``beside`` is True if the trainer computes meanwhile."""
         if self._steps:
             self.share.step = step
             self.share.lineage = lineage
@@ -481,8 +481,8 @@ class LinkRounds(Rounds):
             donors = self._donors()
             branch = self.view.branch()
             own = self.view.own
-            # Before the first group, equal first parameters are the swarm's state. After it, the records of the others
-            # may be older than their states.
+            # Before the first group, equal first parameters are the swarm's state. After the first group, the other
+            # peers' records may be older than their states.
             is_there = not has_state and (own.step, own.lineage) == (branch.step, branch.lineage)
             if not donors or (is_there and not await self._rendezvous.has_begun(organizer)):
                 if has_state or not reasons:
@@ -492,7 +492,7 @@ class LinkRounds(Rounds):
                     return None
                 break
             await self._stand(organizer.id)
-            # To an older state this peer would lack a mean: that of the round that ran when this peer came.
+            # For an older state this peer would lack a mean: that of the round that ran when this peer came.
             least_step = self._rendezvous.first_step if attempt < _PATIENT_ATTEMPTS else 0
             try:
                 snapshot = await self._download(donors, least_step)
@@ -519,8 +519,8 @@ class LinkRounds(Rounds):
         branch = self.view.branch()
         donors = set(branch.peers)
         if not self.view.own.syncing:
-            # A peer at the branch's organizer may itself have come from another branch, like this peer. So those that
-            # have shown the state are asked first.
+            # A peer at the branch's organizer may itself have come from another branch, like this peer. So this peer
+            # first asks the peers that have shown the state.
             donors = set(branch.holders - {self.services.peers.id}) or donors
         if group is not None and not self.view.behind:
             # Members that have left cannot give the state.
@@ -553,7 +553,7 @@ class LinkRounds(Rounds):
         return snapshot
 
     def _complete(self, snapshot: Snapshot) -> CaughtUp:
-        """Return a state with the means of the rounds since; raises `StateError` if one of them is missing."""
+        """Return a state with the means of the rounds since then; raises `StateError` if a mean is missing."""
         step = snapshot.manifest.step
         means = self._chain(step, snapshot.manifest.subject)
         reached = step + len(means)

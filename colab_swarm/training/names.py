@@ -1,8 +1,8 @@
 """Names of trained parameters: peers match tensors by name, even if their optimizers hold them in different orders.
 
-A Python set of parameters has another order in each process, and then a tensor could be averaged with another one of
-equal shape. So the swarm's vector has the order of the model, and the training state contains the names. A state that
-another peer sent is always checked.
+A Python set of parameters has another order in each process. Without names, peers could average two different tensors
+of equal shape. So the swarm's vector has the order of the model, and the training state contains the names. A peer
+always checks a state that another peer sent.
 """
 
 import itertools
@@ -38,7 +38,7 @@ class ModelNames:
         names = [*self._names.values(), *dict(model.named_buffers())]
         paths = [_path_of(name)[:-1] for name in names]
         if paths:
-            # In sorted order, what the first and the last path share is shared by all.
+            # In sorted order, all paths share what the first and the last path share.
             pairs = zip(min(paths), max(paths), strict=False)
             self._shared = len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)))
 
@@ -47,7 +47,7 @@ class ModelNames:
         return ".".join(_path_of(name)[self._shared :])
 
     def named(self, parameters: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return parameters by name, in the model's order; those that the model does not have come last, by number."""
+        """Return parameters by name, in the model's order; parameters outside the model come last, by number."""
         there = {id(parameter): parameter for parameter in parameters}
         named = {}
         for key, name in self._names.items():
@@ -69,7 +69,7 @@ def _path_of(name: str) -> list[str]:
 
 
 def kinds_of(tensors: Mapping[str, Any]) -> dict[str, Kind]:
-    """Return types and shapes by name; both are empty for a value that is no tensor."""
+    """Return the type and shape of each tensor by name; both are empty for a value that is no tensor."""
     kinds = {}
     for name, tensor in tensors.items():
         kind = str(getattr(tensor, "dtype", "")).removeprefix("torch.")
@@ -78,7 +78,7 @@ def kinds_of(tensors: Mapping[str, Any]) -> dict[str, Kind]:
 
 
 def differing_kinds(own: Mapping[str, Kind], theirs: Mapping[str, Kind]) -> str:
-    """Return a text on the tensors that differ between two peers: three by name, and the number of further ones."""
+    """Return a text on the tensors that differ between two peers: up to three names, and the number of the others."""
     differing = []
     for name in dict.fromkeys((*own, *theirs)):
         here = own.get(name)
@@ -110,7 +110,7 @@ def named_state(optimizer: Optimizer, names: Mapping[int, str]) -> dict[str, Any
 def state_by_position(
     state: Mapping[str, Any], optimizer: Optimizer, names: Mapping[int, str]
 ) -> dict[str, Any]:
-    """Return a state of `named_state`, from any peer, in the form that this ``optimizer.load_state_dict`` takes.
+    """Return a state of `named_state`, from any peer, in the form for this ``optimizer.load_state_dict``.
 
     Raises ValueError if a parameter group has other parameters in the state than in the optimizer.
     """
@@ -140,7 +140,7 @@ def _renamed(state: Mapping[str, Any], names: Mapping[Any, Any]) -> dict[str, An
 
 
 def tensors_in(state: Any) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-    """Return a peer's parameters, buffers and changed frozen parameters, by name; raises `StateError` without them."""
+    """Return a state's parameters, buffers and changed frozen parameters by name; raises `StateError` without them."""
     match state:
         case {
             "step": int(),
@@ -156,7 +156,7 @@ def tensors_in(state: Any) -> tuple[dict[str, Any], dict[str, Any], dict[str, An
 
 
 def check_options(own: Mapping[str, Any], theirs: Mapping[str, Any]) -> None:
-    """Raise ValueError if a peer's optimizer settings lack one of ours, or have a value that would ruin the model."""
+    """Raise ValueError if ``theirs`` lack a setting of ``own``, or have a value that would ruin the model."""
     missing = own.keys() - theirs.keys()
     if missing:
         text = f"it lacks the settings {', '.join(sorted(missing))}"
@@ -177,11 +177,11 @@ def load_optimizers(
     scheduler: LRScheduler | None,
     names: Mapping[int, str],
 ) -> None:
-    """Load the scheduler, the optimizer of the swarm's steps, and that of local steps if the state has one.
+    """Load the scheduler, the optimizer of the swarm's steps and, if the state has it, the optimizer of local steps.
 
     ``names`` maps the ``id`` of each parameter of both optimizers to its name.
 
-    Raises `StateError`, with both optimizers unchanged, if the state is that of another optimizer, or would ruin the
+    Raises `StateError`, with both optimizers unchanged, if the state belongs to another optimizer, or would ruin the
     model.
     """
     before = optimizer.state_dict()

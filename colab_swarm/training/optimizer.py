@@ -1,10 +1,11 @@
 """`SwarmOptimizer`: a torch optimizer whose step the whole swarm takes together.
 
 Only one thread at a time uses an optimizer. When another thread learns that the session is about to end, it must not
-change the model while the first thread trains. It calls `LoopHooks.end`, and the next ``step()`` closes the optimizer.
+change the model while the first thread trains. So it calls `LoopHooks.end`, and the next ``step()`` closes the
+optimizer.
 
 With a state folder, a background thread saves checkpoints there, from a copy of the state. It saves every two
-minutes, or less often if saving takes long, and once more after an interrupt and at the end.
+minutes, or less often if saving takes long. Further checkpoints follow after an interrupt and at the end.
 """
 
 import logging
@@ -50,9 +51,9 @@ class SwarmOptimizer(WrappedOptimizer):
 
     The averaged gradient is ``sum_i n_i * grad_i / sum_i n_i`` over the peers (DeDLOC, section 3.1),
     where ``grad_i`` is peer i's mean over its ``n_i`` samples. One process with the joined batch would compute the
-    same gradient.
+    same gradient. ``step(weight=…)`` replaces ``n_i``.
 
-    ``param_groups``, ``state``, ``defaults`` and ``state_dict()`` show those of the wrapped optimizer. Only read
+    ``param_groups``, ``state``, ``defaults`` and ``state_dict()`` are those of the wrapped optimizer. Only read
     them: with delayed updates (``overlap=True``), a change of ``param_groups`` has no effect. ``hooks`` are for
     frameworks whose loop calls ``step()``: see `LoopHooks`.
     """
@@ -74,8 +75,8 @@ class SwarmOptimizer(WrappedOptimizer):
     ) -> None:
         """Use `Swarm.optimizer` instead of this constructor.
 
-        This peer's progress is saved in ``folder``. ``before`` is the present optimizer of this name; it is closed
-        once it is clear that the other peers accept the new one.
+        This peer's progress is saved in ``folder``. ``before`` is the present optimizer of this name. The new optimizer
+        closes it, unless the other peers would refuse the new optimizer.
         """
         self._runtime = runtime
         self._services = services
@@ -136,9 +137,9 @@ class SwarmOptimizer(WrappedOptimizer):
             raise
 
     def _replace(self, before: "SwarmOptimizer") -> None:
-        """Close the present optimizer of this name.
+        """Close ``before``, the present optimizer of this name.
 
-        Raises `MismatchError`, with nothing changed, if the other peers would refuse the new one.
+        Raises `MismatchError`, with nothing changed, if the other peers would refuse the new optimizer.
         """
         if not before.hooks.closed.is_set():
             with suppress(PeerError):  # then the records that were read before must do
@@ -194,7 +195,7 @@ class SwarmOptimizer(WrappedOptimizer):
 
     @property
     def vectors_at(self) -> str:
-        """Where the vectors that the swarm averages lie, and how much of the GPUs' memory they take."""
+        """A text on where the vectors that the swarm averages lie, and on how much of the GPUs' memory they take."""
         return self._gathered.placement.where
 
     @property
@@ -209,8 +210,7 @@ class SwarmOptimizer(WrappedOptimizer):
     def metrics(self) -> dict[str, float]:
         """Return the swarm's step, the number of peers that train, and the samples per second of all of them.
 
-        The speed is measured over the rounds of the last half minute, waiting included. It is 0 before the second
-        round.
+        The speed is that of the rounds of the last half minute, waiting included. It is 0 before the second round.
         """
         view = self.rounds.view
         return {
@@ -242,8 +242,8 @@ class SwarmOptimizer(WrappedOptimizer):
     ) -> RoundResult | None:
         """Count the gradient of the last ``backward()``, and step with the swarm if its batch is full.
 
-        Call it after each micro-batch, or after several micro-batches whose gradients add up. The call sets the
-        gradients to zero. With float16, call ``scaler.step(optimizer)`` instead. A peer that fell behind downloads the
+        Call ``step`` after each micro-batch, or after several micro-batches whose gradients add up. The call clears the
+        gradients. With float16, call ``scaler.step(optimizer)`` instead. A peer that fell behind downloads the
         state here; if no other peer gives the state, the next call tries again.
 
         Args:
@@ -254,7 +254,7 @@ class SwarmOptimizer(WrappedOptimizer):
                 the number of target tokens, and set ``weight_unit="target tokens"``. Then the mean is exactly the
                 gradient of one process with the joined batch, even if the sequences have unequal lengths.
             loss: mean loss of the micro-batch. The charts show it, and a scheduler that goes by the swarm's loss
-                needs it. If it is a tensor on a GPU, nothing waits for its value until the round.
+                needs it. If the loss is a tensor on a GPU, nothing waits for its value until the round.
 
         Returns the result of the averaging round if the global step advanced, else None. With delayed updates, the
         first call after the round's end returns this result, and the model gets the new parameters when the next round
@@ -262,7 +262,7 @@ class SwarmOptimizer(WrappedOptimizer):
 
         Raises:
             RuntimeError: this peer has left, because you closed the optimizer or because the session ends; or a later
-                optimizer of the same name replaced this one.
+                optimizer of the same name replaced this optimizer.
             StepError: the call is wrong, or there is no gradient.
             MismatchError: most other peers train with other settings.
         """
@@ -315,14 +315,14 @@ class SwarmOptimizer(WrappedOptimizer):
         return "step" not in vars(self)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients of the last ``backward()``; those that ``step()`` has counted stay in the sum."""
+        """Clear the gradients of the last ``backward()``; gradients that ``step()`` has counted stay in the sum."""
         self._next.on_cleared()
         super().zero_grad(set_to_none)
 
     def wait_step(self, timeout_s: float = 600.0) -> RoundResult | None:
         """Wait until the swarm takes its next step, and contribute the accumulated samples.
 
-        Call it on a peer that has no more data for now. The model has the newest parameters afterwards. Returns None
+        Call this at a peer that has no more data for now. Afterwards, the model has the newest parameters. Returns None
         after ``timeout_s``, or if the swarm moved on without this peer. In the second case this peer has caught up,
         and its samples are lost.
         """
@@ -334,11 +334,11 @@ class SwarmOptimizer(WrappedOptimizer):
     def save(self, target: str | Path | CheckpointFolder) -> None:
         """Write a checkpoint to a file, or into a folder that holds the last few checkpoints. Thread-safe.
 
-        Checkpoints of later steps in the folder are set aside, as `CheckpointFolder` says.
+        Checkpoints of later steps in the folder are set aside, as `CheckpointFolder` explains.
         The entry ``together`` of a checkpoint is the last step at which this peer knows that its state was bit-equal
-        with the swarm's. At this step the peer began the run or loaded another peer's state, as a late joiner does,
-        and also a peer whose rounding differed too far.
-        Raises `StateError` if the checkpoint could not be written; an older file of that name is unchanged then.
+        to the swarm's. At this step the peer began the run, or loaded another peer's state. Late joiners load a state,
+        and so do peers whose rounding differed too far.
+        Raises `StateError` if the checkpoint could not be written; then an older file of that name is unchanged.
         """
         self._checkpoint.save(target)
 
@@ -346,7 +346,7 @@ class SwarmOptimizer(WrappedOptimizer):
         """Continue from a checkpoint, or from the latest readable checkpoint of a folder.
 
         If the swarm is at a later step, this peer downloads the swarm's state at its next ``step()``. Raises
-        `StateError`, with nothing changed, if there is no checkpoint, it is damaged, or it belongs to another model.
+        `StateError`, with nothing changed, if there is no checkpoint, or if it is damaged or belongs to another model.
         """
         with self._trainer_call():
             self._trainer.land(wait=True)
@@ -362,8 +362,8 @@ class SwarmOptimizer(WrappedOptimizer):
     def close(self, *, hand_over_s: float = 0.0) -> None:
         """Leave the collaboration; the model keeps the newest parameters. Idempotent.
 
-        Waits at most ``hand_over_s`` for a last round that takes the accumulated samples. Without such a round these
-        samples are lost.
+        Waits at most ``hand_over_s`` seconds for a last round that takes the accumulated samples. Without such a round
+        these samples are lost.
         """
         with self._lock:
             if self.hooks.closed.is_set():
@@ -409,10 +409,10 @@ class SwarmOptimizer(WrappedOptimizer):
         return self._replica.rule
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take a state that `state_dict` returned; load the parameters that belong to it into the model before.
+        """Take a state that `state_dict` returned; before, load the parameters that belong to it into the model.
 
         If these parameters differ from the swarm's, this peer catches up at its next step. Raises ValueError if the
-        state is another optimizer's. To continue from a file that `save` wrote, use `load`.
+        state belongs to another optimizer. To continue from a file that `save` wrote, use `load`.
         """
         with self._trainer_call():
             self._trainer.land(wait=True)

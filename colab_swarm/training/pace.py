@@ -17,10 +17,10 @@ class _Round(NamedTuple):
 
 
 class SwarmPace:
-    """How many samples the swarm trains on in a second, with the time for waiting and for rounds included.
+    """Measures how many samples the swarm trains on in a second, including the time of waiting and of rounds.
 
-    The speed in the peers' records is another one: it is that of computing alone. This class counts the rounds of the
-    last half minute, and at least the last two rounds. Everything is 0 before the second round.
+    The speed in the peers' records, by contrast, is the speed of computing alone. This class counts the rounds of the
+    last half minute, and at least the last two rounds. All speeds are 0 before the second round.
     """
 
     def __init__(self) -> None:
@@ -32,7 +32,7 @@ class SwarmPace:
         if rounds:
             total += rounds[-1].total
         rounds.append(_Round(now, samples, total))
-        # The first round only says when the time of the second one began, so it may be older.
+        # The first round only tells when the time of the second round began, so it may be older.
         while len(rounds) > 2 and rounds[1].at <= now - _WINDOW_S:
             rounds.popleft()
 
@@ -68,7 +68,7 @@ class SwarmPace:
 def _seconds(rounds: list[_Round], now: float) -> float:
     """Return the time of the rounds, in seconds.
 
-    If the next round is overdue, the time by which it is overdue is included, so the speed of a swarm that waits falls.
+    If the next round is overdue, this includes the time by which it is overdue. So the speed of a waiting swarm falls.
     """
     seconds = rounds[-1].at - rounds[0].at
     usual_s = seconds / (len(rounds) - 1)

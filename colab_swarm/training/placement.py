@@ -22,18 +22,19 @@ logger = logging.getLogger(__name__)
 ModelVector: TypeAlias = HostVector | DeviceVector
 _VALUE_BYTES = 4
 # Number of float32 vectors that rounds need, in addition to the memory of the user's loop and to the sum of gradients.
-# Keys: whether steps are local, whether updates are delayed.
+# Keys: True if steps are local, True if updates are delayed.
 _VECTORS = {
     # The vector of the last round, from which other peers may still recover chunks.
     (False, False): 1,
-    # The contribution, the swarm's parameters and gradients, two vectors of the optimizer, and what its step needs.
+    # The contribution, the swarm's parameters and gradients, two vectors of the optimizer, and its step's own memory.
     (False, True): 8,
     # The swarm's parameters, the outer momentum, and gradients, which Nesterov momentum changes.
     (True, False): 4,
     # In addition, the contribution, and the model's parameters at the time when a round began.
     (True, True): 6,
 }
-# The residual and, while a round runs, what its compression cuts off. SparseLoCo has them in place of the momentum.
+# The residual (the error feedback) and, while a round runs, the part that its compression cuts off. SparseLoCo has
+# these vectors in place of the momentum.
 _FEEDBACK_VECTORS = 2
 
 
@@ -41,8 +42,8 @@ class Placement:
     """Decides where gradients are summed, and where a round's vector, its residual and the swarm's parameters lie.
 
     Sums lie on the model's devices. At the first contribution, the other vectors move there, too, if they fit: by then
-    it is measured how much memory a step needs at most. After an out-of-memory error, all vectors lie in main memory
-    until the end.
+    the free memory shows how much a step needs at most. After an out-of-memory error, all these vectors lie in main
+    memory until the end.
 
     ``held(vector)`` is True while another peer may still recover chunks from this vector. At most ``limit_bytes`` of
     the devices' memory are used; None allows all free memory.
@@ -75,7 +76,7 @@ class Placement:
 
     @property
     def on_devices(self) -> bool:
-        """True if sums lie on devices; flags are then computed there too, so that nothing waits for them."""
+        """True if sums lie on devices; then flags are computed there, too, so that nothing waits for the devices."""
         model = self._replica.model
         return self._sums_there and not all(in_main_memory(parameter.device) for parameter in model)
 
@@ -105,13 +106,13 @@ class Placement:
         return vector
 
     def new_vector(self) -> ModelVector:
-        """Return a vector for the change by local steps; the caller writes its values."""
+        """Return a vector for the change by local steps; the caller writes the values."""
         if self._vectors_there and self.on_devices:
             return self._device_vector(FlatValues(self._replica.model))
         return self._free_vector()
 
     def vector_of(self, total: FlatValues) -> ModelVector:
-        """Return a vector with these values, which come from `new_sum`; it takes over their memory if it can."""
+        """Return a vector with the values of ``total``, a sum of `new_sum`, in the same memory if possible."""
         summed = self._summed
         self._summed = None
         if summed is not None:
@@ -126,7 +127,7 @@ class Placement:
         return DeviceVector(np.zeros(self._replica.front, np.float32), values.segments)
 
     def sum_from(self, vector: ModelVector) -> FlatValues | None:
-        """Return a contribution's values as a sum for more gradients; None if they must stay, or lie elsewhere."""
+        """Return a contribution's memory as a sum for more gradients; None if it is held, or lies elsewhere."""
         if self._held(vector) or isinstance(vector, DeviceVector) is not self.on_devices:
             return None
         if isinstance(vector, HostVector):
@@ -142,7 +143,7 @@ class Placement:
         return FlatValues(model, values[self._replica.front :])
 
     def decide(self) -> None:
-        """Decide where vectors lie, if this is not decided yet, and move the swarm's parameters there."""
+        """Decide where vectors lie, unless this was decided before, and move the swarm's parameters there."""
         if not self.on_devices:
             return
         if self._vectors_there is None:
@@ -160,7 +161,7 @@ class Placement:
         self._replica.place(beside_model=self._vectors_there)
 
     def leave_devices(self, error: torch.OutOfMemoryError, *, sums: bool = False) -> bool:
-        """Move all vectors, and with ``sums`` also future sums, to main memory; return False if they were there."""
+        """Move all vectors, and with ``sums`` also future sums, to main memory; return False if all were there."""
         leaves = self._vectors_there is not False or (sums and self._sums_there)
         self._vectors_there = False
         if sums:
@@ -175,7 +176,7 @@ class Placement:
 
     @property
     def where(self) -> str:
-        """A text on where sums and vectors lie, and how much of the devices' memory they take at most."""
+        """A text on where sums and vectors lie, and on how much of the devices' memory they take at most."""
         if not self.on_devices:
             return "in main memory"
         devices = ", ".join(sorted({str(parameter.device) for parameter in self._replica.model}))

@@ -1,4 +1,4 @@
-"""The records that trainers and assistants publish about themselves in the DHT, and what they send in tickets."""
+"""The records that trainers and assistants publish in the DHT, the means that trainers apply, and state sketches."""
 
 import asyncio
 import math
@@ -33,7 +33,7 @@ Agreement = Annotated[tuple[tuple[_Text, _Text], ...], msgspec.Meta(max_length=1
 
 
 def differing(there: Agreement, here: Agreement) -> str:
-    """Return a text on the settings that differ, with both values; empty if none does."""
+    """Return a text on the settings that differ, with both values; empty if all are equal."""
     theirs = dict(there)
     mine = dict(here)
     differs = {name: "" for name in (*mine, *theirs) if mine.get(name) != theirs.get(name)}
@@ -45,7 +45,7 @@ def differing(there: Agreement, here: Agreement) -> str:
 
 
 class StateSketch(Message, frozen=True):
-    """For the parameters and each kind of optimizer state: the norm, and `PROJECTIONS` projections over the norm."""
+    """The norm of the parameters and of each kind of optimizer state, each with `PROJECTIONS` relative projections."""
 
     step: int
     lineage: Annotated[bytes, msgspec.Meta(max_length=LINEAGE_BYTES)]
@@ -57,7 +57,8 @@ class StateSketch(Message, frozen=True):
     def distance(self, other: "StateSketch") -> float:
         """Return the distance of two sketches of one step, relative to the norm; infinite if they are not comparable.
 
-        The mean square of the projections' differences estimates that of the states (Johnson and Lindenstrauss).
+        The mean square of the projections' differences estimates the squared distance of the states (Johnson and
+        Lindenstrauss).
         """
         if len(self.values) != len(other.values) or len(self.values) % (1 + PROJECTIONS):
             return math.inf
@@ -90,7 +91,7 @@ class ProgressRecord(Message, frozen=True):
     paused: bool = False  # it computes nothing for now; no round waits for it, but it gives its state
     rates: Rates = ()  # the learning rates of its next step, highest first; empty: not known yet
     min_peers: _FewPeers = 0  # number of peers that must train before its first step; 0: not set
-    joined_at: float = 0.0  # swarm time at which it joined; of two peers that disagree, the later one yields
+    joined_at: float = 0.0  # swarm time at which it joined; at first, the earliest peer organizes
     changed: bool = False  # it reports that its parameters changed outside a step
     agreement: Agreement = ()  # settings that must be equal at all peers, by name
     organizer: PeerId = PeerId(b"")  # the organizer that it reports to
@@ -112,7 +113,7 @@ class Mean:
         unused: a bit for each tensor, set if no peer had a gradient for it.
         loss: the swarm's mean loss, or None if no peer sent one.
         samples: samples that other peers computed, in a step that this peer only follows.
-        ends_chain: True if the digest also covers all steps before this one, and so is itself the lineage after it.
+        ends_chain: True if the digest also covers all steps before this step; then it is the lineage after this step.
     """
 
     vector: Vector
@@ -123,7 +124,7 @@ class Mean:
     samples: float = 0.0
 
     def lineage_after(self, lineage: bytes) -> bytes:
-        """Return the lineage of the parameters after this step; ``lineage`` is that before the step."""
+        """Return the lineage of the parameters after this step; ``lineage`` is the lineage before the step."""
         if self.ends_chain:
             return self.digest[:LINEAGE_BYTES]
         return blake3(lineage + self.digest).digest(LINEAGE_BYTES)
@@ -131,7 +132,7 @@ class Mean:
 
 @dataclass(frozen=True)
 class StepTaken:
-    """What a trainer reports after a step: its new lineage, the next learning rates and, in some steps, a sketch."""
+    """A trainer's report after a step: its new lineage, the next learning rates and, in some steps, a sketch."""
 
     lineage: bytes
     rates: Rates = ()
@@ -139,12 +140,12 @@ class StepTaken:
 
 
 class AssistantRecord(Message, frozen=True):
-    """An assistant: it reduces, and forwards the state, for a run's collaborations. Published in the DHT."""
+    """An assistant, which reduces and forwards the state for a run's collaborations. Published in the DHT."""
 
     name: str  # for people
     addresses: tuple[str, ...]  # where other peers can dial it
     collaboration: str  # prefix of the only collaboration that it helps; empty: all of the run
-    told_at: float  # swarm time at which it wrote this; only a newer record shows that it is still alive
+    told_at: float  # swarm time at which it wrote this record; only a newer record shows that it lives
 
 
 def progress_key(prefix: str) -> str:
@@ -159,9 +160,9 @@ def assistants_key(prefix: str) -> str:
 async def read_participants(
     dht: DHT, prefix: str
 ) -> tuple[dict[PeerId, ProgressRecord], dict[PeerId, AssistantRecord], dict[PeerId, Found]]:
-    """Return the records of trainers and of assistants, and the role of each.
+    """Return the records of trainers and of assistants, and the role of each peer.
 
-    While no peer with the role of a worker trains, the record of a peer that may only reduce counts as a trainer's.
+    While no peer with the role of a worker trains, the records of peers that may only reduce count as trainers'.
     """
     found, assistants = await asyncio.gather(
         dht.found(progress_key(prefix), ProgressRecord), dht.found(assistants_key(prefix), AssistantRecord)

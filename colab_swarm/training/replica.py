@@ -2,10 +2,10 @@
 
 A pool thread applies a round's mean. The user's thread waits meanwhile or, with delayed updates, computes on. The
 user's thread applies missed steps and loads states. The pool also copies snapshots for late joiners.
-One lock ensures that a copy never contains half an update. It is never held during network calls.
+One lock ensures that a copy never contains half an update. No thread holds this lock during network calls.
 
-There are up to two versions of the parameters: the model's own, with which the trainer computes, and
-the swarm's, which the swarm's steps update. `Mode` says how they are related.
+There are up to two versions of the parameters: the model's own parameters, with which the trainer computes, and
+the swarm's parameters, which the swarm's steps update. `Mode` explains how the two are related.
 """
 
 import enum
@@ -59,11 +59,11 @@ _MOST_GRADIENT = 1e16  # for each value; the square of a larger one would stop L
 
 
 class Mode(enum.Enum):
-    """Where the swarm's parameters are, and what steps them."""
+    """Where the swarm's parameters are, and which optimizer updates them."""
 
     # The swarm's step updates the model itself, with the wrapped optimizer.
     DIRECT = "direct"
-    # The wrapped optimizer works on copies. They are newer than the model's parameters, until `Replica.show`.
+    # The wrapped optimizer works on copies, which are newer than the model's parameters until `Replica.show`.
     DELAYED = "delayed"
     # The wrapped optimizer takes this peer's own steps on the model. SGD takes the swarm's steps on copies, which are
     # older than the model's parameters, until `Replica.show` or, after `Replica.depart`, `Replica.land`.
@@ -72,7 +72,7 @@ class Mode(enum.Enum):
 
 @dataclass(frozen=True)
 class UpdateRule:
-    """How a mean becomes an update: it is clipped after averaging, and the scheduler counts global steps.
+    """How a mean becomes an update: the averaged gradient is clipped, and the scheduler counts global steps.
 
     ``model`` is the module whose buffers, such as BatchNorm's statistics, are averaged, too.
     """
@@ -116,23 +116,23 @@ class Replica:
 
     A round averages one flat vector of ``numel`` values: first the changes of the model's buffers (``front`` values),
     then the gradients. The first ``fine`` values are the buffers and the small parameters. ``schema`` is a digest of
-    this layout: a round admits only peers with an equal model, of which all take local steps or none does.
+    the model's layout, and of whether peers take local steps. All members of a round have the same ``schema``.
 
     Attributes:
         model: the trained parameters of the model. The trainer and `step_alone` change them; `show` and `land` copy
             the swarm's parameters to them.
-        parameters: the swarm's parameters: ``model`` itself, or copies (see `Mode`). `apply` changes them, and so does
-            loading a state.
+        parameters: the swarm's parameters: ``model`` itself, or copies (see `Mode`). `apply` and loading a state change
+            these.
         stepping: the optimizer that takes the swarm's steps.
         schedule: the settings of the wrapped optimizer, which change once per step.
-        buffers: the model's buffers, and the swarm's copies of them, which change with ``parameters``.
+        buffers: the model's buffers, and the swarm's copies of the buffers, which change with ``parameters``.
         names: the names of the parameters, in order.
         name_by_id: the names of ``model``, of ``parameters`` and of the optimizer's frozen parameters, by ``id``.
         kinds: types and shapes of parameters and buffers, by name.
-        step, lineage: those of ``parameters``. Both change together, in `apply` and when a state is loaded.
-        together: the last step at which this peer knows that its state was bit-equal with the swarm's, because it
+        step, lineage: step and lineage of ``parameters``. Both change together, in `apply` and when a state is loaded.
+        together: the last step at which this peer knows that its state was bit-equal to the swarm's, because it
             began the run there, or loaded another peer's state. Since then, processors may have rounded differently.
-        digests: what other peers compare with their states.
+        digests: the data that other peers compare with their states.
         moved: frozen parameters that changed since the beginning, by name; `TrainedParameters` finds them.
         written: notices changes that the user makes to the model's weights.
         lock: held during updates and copies.
@@ -162,8 +162,8 @@ class Replica:
         for parameters in (self.model, self.parameters):
             self.name_by_id |= zip(map(id, parameters), self.names, strict=True)
         self.schedule = Schedule(rule.optimizer, rule.scheduler)
-        # In `Mode.LOCAL`, the model's parameters at the time when a delayed round began. `depart` remembers them. They
-        # are forgotten when the round ends (`land`, `stay`), and when newer ones are copied to the model (`show`).
+        # In `Mode.LOCAL`, the model's parameters at the time when a delayed round began. `depart` stores them. The end
+        # of the round (`land`, `stay`) and newer parameters for the model (`show`) delete them.
         self._departed: list[torch.Tensor] = []
         # True if the copies are on the model's devices; at first they are in main memory.
         self._beside_model = rule.mode is Mode.DIRECT
@@ -205,7 +205,7 @@ class Replica:
     # Steps of the swarm, and of this peer alone.
 
     def apply(self, mean: Mean) -> bytes:
-        """Take one global step with the averaged gradient; returns the new lineage.
+        """Take one global step with the averaged gradient; return the new lineage.
 
         Parameters for which no peer had a gradient do not change, as in one process.
         """
@@ -221,8 +221,8 @@ class Replica:
                         self.buffers.add(front)
             except BaseException:
                 if began:
-                    # Some parameters may have changed, and at each peer others. The lineage becomes a digest of the
-                    # actual values, so that only equal states have equal lineages.
+                    # Some parameters may have changed, and not the same ones at each peer. The lineage becomes a digest
+                    # of the actual values, so that only equal states have equal lineages.
                     digest = digest_with_optimizer(self.parameters, self.stepping)
                     self.lineage = bytes.fromhex(digest)[:LINEAGE_BYTES]
                 raise
@@ -235,14 +235,14 @@ class Replica:
             return lineage
 
     def _gradient_of(self, mean: Vector) -> tuple[FlatValues, Floats]:
-        """Return a mean's values for the parameters, on the mean's own device, and its values for the buffers."""
+        """Return a mean's values for the parameters, on the mean's device, and its values for the buffers."""
         if isinstance(mean, DeviceVector):
             return FlatValues(self.parameters, segments=mean.body), mean.front
         values = mean.read(0, self.numel)
         return FlatValues(self.parameters, values[self.front :]), values[: self.front]
 
     def _update(self, gradient: FlatValues, unused: Sequence[bool]) -> None:
-        """Change the swarm's parameters by a mean, which stays unchanged because other peers may read from it."""
+        """Change the swarm's parameters by a mean; the mean stays unchanged, because other peers may read it."""
         # With local steps, each local step was clipped already.
         max_grad_norm = None if self.rule.local else self.rule.max_grad_norm
         take_step(self.stepping, self.parameters, gradient, unused, max_grad_norm=max_grad_norm, ours=False)
@@ -259,7 +259,7 @@ class Replica:
 
     @torch.no_grad()
     def pseudo_gradient(self, out: FlatValues) -> None:
-        """Write the swarm's parameters minus the model's to ``out``, which is on the devices of the swarm's."""
+        """Write the swarm's minus the model's parameters to ``out``, which is on the devices of the swarm's copies."""
         with self.lock:
             for part, swarms, mine in zip(out.parts, self.parameters, self.model, strict=True):
                 part.copy_(reals(swarms))
@@ -271,7 +271,7 @@ class Replica:
     # The swarm's parameters come to the model.
 
     def _bring(self, swarms: torch.Tensor, target: torch.Tensor) -> None:
-        """Copy a parameter of the swarm's to a tensor on the model's device."""
+        """Copy one of the swarm's parameters to a tensor on the model's device."""
         if self._beside_model:
             target.copy_(swarms)
         else:
@@ -299,7 +299,7 @@ class Replica:
             self.show()
 
     def refresh(self) -> None:
-        """Call `show`, except with local steps, where the model would lose its steps since the last round."""
+        """Call `show`, except with local steps: there the model would lose its steps since the last round."""
         if self.rule.mode is not Mode.LOCAL:
             self.show()
 
@@ -315,7 +315,7 @@ class Replica:
     def land(self) -> None:
         """Copy the newest parameters to the model, and keep its steps since `depart` (Decoupled DiLoCo, "carry").
 
-        The parameters stay as they are if the model already has newer ones, because this peer caught up since then.
+        If this peer has caught up since `depart`, the model already has newer parameters, and they stay as they are.
         """
         with self.lock:
             for mine, left, updated in zip(self.model, self._departed, self.parameters, strict=False):
@@ -327,7 +327,7 @@ class Replica:
             self.written.on_written()
 
     def take_written(self) -> str:
-        """If the user loaded weights into the model, make them the swarm's; return a sentence for the user, or "".
+        """Make weights that the user loaded into the model the swarm's; return a sentence for the user, or "".
 
         With local steps, smaller changes count as a part of these steps. With delayed updates, smaller changes are
         lost at the swarm's next step.
@@ -374,7 +374,7 @@ class Replica:
         return groups
 
     def optimizer_state(self) -> dict[str, Any]:
-        """Return the wrapped optimizer's state; its key ``swarm`` has the step and parameters that it belongs to."""
+        """Return the wrapped optimizer's state; its key ``swarm`` has the step and a digest of the parameters."""
         with self.lock:
             mark = {
                 "step": self.step,
@@ -387,10 +387,10 @@ class Replica:
 
     @torch.no_grad()
     def load_optimizer(self, state: Mapping[str, Any]) -> None:
-        """Load a state of `optimizer_state`; load the parameters that belong to it into the model before.
+        """Load a state of `optimizer_state`; before, load the parameters that belong to it into the model.
 
-        If parameters and state do not fit together, they get a new lineage. Raises ValueError, with nothing changed, if
-        the state is another optimizer's.
+        If parameters and state do not fit together, this replica gets a new lineage. Raises ValueError, with nothing
+        changed, if the state belongs to another optimizer.
         """
         mark = state.get("swarm", {})
         inner = {name: value for name, value in state.items() if name != "swarm"}
@@ -417,7 +417,7 @@ class Replica:
     # The state, as other peers and checkpoints have it.
 
     def state(self) -> dict[str, Any]:
-        """Return the training state; its tensors share memory with the live ones."""
+        """Return the training state; its tensors share memory with the live tensors."""
         state: dict[str, Any] = {
             "step": self.step,
             "lineage": self.lineage,
@@ -471,7 +471,7 @@ class Replica:
                 copy_in(to_host(theirs), mine)
 
     def snapshot(self) -> Snapshot:
-        """Return a copy for late joiners. Thread-safe; training continues."""
+        """Return a copy of the state for late joiners. Thread-safe; training continues."""
         with self.lock:
             step = self.step
             lineage = self.lineage
@@ -488,8 +488,8 @@ class Replica:
 class WrappedOptimizer(Optimizer):
     """A torch optimizer whose step several peers take together; it shows the wrapped optimizer's attributes.
 
-    Step hooks are called once per step of the swarm, with the optimizer that takes the step: the wrapped one, or SGD
-    after local steps. So a hook that changes something changes it at every peer that has this hook.
+    Step hooks are called once per step of the swarm, with the optimizer that takes the step: the wrapped optimizer, or
+    SGD after local steps. So a change by a hook happens at every peer that has this hook.
     """
 
     made_by: ClassVar[str]  # the call that makes one, for error messages
@@ -520,7 +520,7 @@ class WrappedOptimizer(Optimizer):
         return self._wrapped.defaults
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients of the last ``backward()``; those that ``step()`` has counted stay in the sum."""
+        """Clear the gradients of the last ``backward()``; gradients that ``step()`` has counted stay in the sum."""
         clear_gradients(parameters_of(self), set_to_none=set_to_none)
 
     # Only a schedule-free optimizer has these two methods.
@@ -536,7 +536,7 @@ class WrappedOptimizer(Optimizer):
         raise TypeError(f"the peers have agreed on the parameters: add groups before {self.made_by}")
 
     def _saved(self, state_of: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """Return a state; torch's hooks for saving run before and after."""
+        """Return the state of ``state_of``; torch's hooks for saving run before and after it."""
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)
         state = state_of()
@@ -545,7 +545,7 @@ class WrappedOptimizer(Optimizer):
         return state
 
     def _load(self, state: Mapping[str, Any], load: Callable[[dict[str, Any]], None]) -> None:
-        """Load a state; torch's hooks for loading run before and after."""
+        """Load a state by ``load``; torch's hooks for loading run before and after it."""
         loaded = dict(state)
         for before in self._optimizer_load_state_dict_pre_hooks.values():
             loaded = before(self, loaded) or loaded

@@ -1,9 +1,9 @@
 """`Rounds`, the interface between a trainer and its way of averaging: over links, in a bucket, or in a test.
 
-A trainer uses two things in each step. This peer's *share* of the batch says how many samples the organizer has granted
-to it, and the trainer counts its samples there. Once the share is used up, `ready` waits until the peer should
-*contribute* a vector. `contribute` then yields outcomes, each with a mean to apply. In addition, `Rounds` gives the
-model's state to late joiners, and takes it from other peers.
+In each step, the trainer counts its samples in this peer's *share* of the batch. The share has the number of samples
+that the organizer has granted. Once the share is used up, `ready` waits until the peer should *contribute* a vector.
+`contribute` then yields outcomes, each with a mean to apply. In addition, `Rounds` gives the model's state to late
+joiners, and takes the state from other peers.
 """
 
 import logging
@@ -35,11 +35,11 @@ _FLOAT32_DRIFT_TRAFFIC = 0.01
 
 
 CaughtUp: TypeAlias = tuple[Snapshot, Iterable[Mean]]
-"""A state, and the means of the rounds since that state, in order."""
+"""A state, and the means of the rounds since then, in order."""
 
 
 class Ready(Enum):
-    """What the trainer does after `Rounds.ready`, and why."""
+    """The trainer's next action after `Rounds.ready`; the value is the reason."""
 
     CONTRIBUTE = "contribute now"
     COMPUTE = "more is granted"
@@ -50,12 +50,12 @@ class Ready(Enum):
 
 @dataclass(frozen=True)
 class TrainedModel:
-    """What `Rounds` knows of the trained model; it never handles a tensor.
+    """The trained model, as `Rounds` knows it; `Rounds` never handles a tensor of it.
 
     Attributes:
         numel: number of values in a contribution.
         schema: digest of the vector's layout and of the settings that the peers agree on.
-        snapshot: copies the current training state. Call it outside the event loop; it may raise `StateError`.
+        snapshot: returns a copy of the training state. Call it outside the event loop; it may raise `StateError`.
         tolerance: maximum distance of the sketches of equal states, relative to the norm.
         loss: returns the mean loss of the samples for the next step, or None; may wait for a GPU.
     """
@@ -68,7 +68,7 @@ class TrainedModel:
 
 
 def other_settings(differs: str) -> str:
-    """Return the text of an error for settings that differ from the run's; empty if none do."""
+    """Return the text of an error for settings that differ from the run's; empty if ``differs`` is empty."""
     if not differs:
         return ""
     text = f"the run trains this model with other settings: {differs}."
@@ -77,7 +77,7 @@ def other_settings(differs: str) -> str:
 
 @dataclass(frozen=True)
 class RoundOutcome:
-    """A mean that this peer must apply now, and how its round went.
+    """A mean that this peer must apply now, and the result of its round.
 
     Attributes:
         mean: the mean.
@@ -97,8 +97,8 @@ class Rounds(ABC):
     """A way of averaging for one trainer, whose first record is ``own``. It runs on the runtime's event loop.
 
     Attributes:
-        share: this peer's part of the present step; the trainer's thread counts its samples there.
-        view: what is known of the other peers, and this peer's own record.
+        share: this peer's part of the present step, in which the trainer's thread counts its samples.
+        view: the records of the other peers, and this peer's own record.
         until: loop time until which the trainer waits; the trainer sets it.
     """
 
@@ -127,7 +127,7 @@ class Rounds(ABC):
 
     @property
     def line_bps(self) -> tuple[float | None, float | None]:
-        """Upload and download of this peer, bits per second; None where not measured."""
+        """Upload and download bandwidth of this peer, bits per second; None where not measured."""
         links = self.services.peers.statistics()
         return links.upload_bps, links.download_bps
 
@@ -182,10 +182,10 @@ class Rounds(ABC):
     async def ready(
         self, offer: StepOffer, deadline: float = math.inf, *, idle: bool = False, final: bool = False
     ) -> Ready:
-        """Wait, with the share used up, until it is clear what the trainer does next.
+        """Wait, with the share used up, until the trainer's next action is clear; return this action.
 
-        ``idle``: the trainer has no more data for now, whatever is granted to it. ``final``: this contribution does
-        not grow any more, because the trainer computes on for the next step.
+        ``idle``: the trainer has no more data for now, even if the organizer grants more. ``final``: this contribution
+        does not grow any more, because the trainer computes on for the next step.
         """
 
     def depart(self) -> None:
@@ -194,9 +194,9 @@ class Rounds(ABC):
 
     @abstractmethod
     def contribute(self, contribution: RoundInput) -> AsyncGenerator[RoundOutcome, None]:
-        """Yield the means that follow from a contribution; none if there was no round.
+        """Yield the means that follow from a contribution; no mean if there was no round.
 
-        The trainer applies each one, and calls `on_applied`, before it asks for the next.
+        The trainer applies each mean, and calls `on_applied`, before it asks for the next mean.
         """
 
     async def on_applied(self, outcome: RoundOutcome, taken: StepTaken) -> None:
@@ -207,11 +207,11 @@ class Rounds(ABC):
 
     @property
     def parted(self) -> bool:
-        """True if others take, or took, a step without this peer, whose present samples are dropped. Thread-safe."""
+        """True if others take or took a step without this peer, so that its present samples are lost. Thread-safe."""
         return False
 
     def missed(self) -> list[Mean]:
-        """Return the means of the steps that the others took without this peer, in order; the trainer applies them."""
+        """Return the means of the steps that others took without this peer, in order, for the trainer to apply."""
         return []
 
     async def on_followed(self, taken: Sequence[StepTaken]) -> None:
@@ -221,23 +221,24 @@ class Rounds(ABC):
 
     @abstractmethod
     async def take_state(self, *, has_state: bool) -> CaughtUp | None:
-        """Return the swarm's state, or None if this peer's own state is valid.
+        """Return the swarm's state, or None if this peer's own state counts.
 
-        Raises `StateError` if no other peer gives the state.
+        ``has_state`` is False while this peer's record says that it needs the state. Raises `StateError` if no other
+        peer gives the state.
         """
 
     def on_loaded(self, step: int, lineage: bytes, donors: tuple[PeerId, ...]) -> None:
-        """Note that the trainer has loaded the state of `take_state`, which these donors gave, and is at this step."""
+        """Note that the trainer has loaded the state of `take_state` from these donors, and is at this step now."""
         self.view.leap(step, lineage, syncing=False)
         self.comparison.on_loaded(donors)
 
     async def distrust(self, donors: Sequence[PeerId]) -> None:
-        """For some time, ask these peers for no state, because they gave one that does not load."""
+        """For some time, ask these peers for no state, because they gave a state that does not load."""
         now = loop_now()
         self.view.distrust(donors, now=now)
         for donor in donors:
             self.services.events.emit(PeerRefused(now, donor.hex(), "a state", "it does not load"))
 
     def adopt(self, step: int, lineage: bytes, *, syncing: bool = False) -> None:
-        """Move this peer's record to the state of a checkpoint or, with ``syncing``, to a state that does not count."""
+        """Set this peer's record to the state of a checkpoint or, with ``syncing``, to a state that does not count."""
         self.view.leap(step, lineage, syncing=syncing)

@@ -1,4 +1,4 @@
-"""A trainer's checkpoints, and their folder: saved in the background, and once more at the end."""
+"""A trainer's checkpoints in a folder: `ProgressSaver` saves them in the background, and once more at the end."""
 
 import asyncio
 import logging
@@ -30,8 +30,8 @@ class TrainerCheckpoint:
 
     _replica: Replica
     _gathered: Gradients
-    # For each loader, in the order in which the loaders were first given to `Swarm.batches`: the number of complete
-    # passes that this peer has read, and of batches in the present pass.
+    # For each loader, in the order in which `Swarm.batches` first received the loaders: the number of complete passes
+    # that this peer has read, and the number of batches in the present pass.
     positions: list[tuple[int, int]] = field(default_factory=list)
     # the last state of each loader that keeps its position by itself, by the loader's number
     states: dict[int, Any] = field(default_factory=dict)
@@ -54,7 +54,7 @@ class TrainerCheckpoint:
         return len(self._loaders) - 1
 
     def state(self) -> dict[str, Any]:
-        """Return the content of a checkpoint file; its tensors share memory with the live ones."""
+        """Return the content of a checkpoint file; its tensors share memory with the live tensors."""
         states = {str(number): state for number, state in self.states.items()}
         more = {"positions": [*self.positions], "states": states, "together": self._replica.together}
         return {**self._replica.state(), **self._gathered.state(), **more}
@@ -113,7 +113,7 @@ class ProgressSaver:
         self._saved_step = -1
 
     async def start(self) -> None:
-        """Save now and then, in a thread of the pool."""
+        """Begin to save regularly, in a thread of the pool."""
         if self._folder is not None:
             self._tasks.every(SAVE_S, partial(asyncio.to_thread, self.save), rest=1 / _MOST_OF_TIME)
 
@@ -121,7 +121,7 @@ class ProgressSaver:
         self._tasks.cancel()
 
     def save(self) -> None:
-        """Save the present step, if it is not saved yet. Thread-safe; a failure is emitted as a `Fault`."""
+        """Save the present step, if it is not saved yet. Thread-safe; a failure raises no error but emits a `Fault`."""
         with self._saving:
             folder = self._folder
             step = self._checkpoint.step

@@ -1,4 +1,4 @@
-"""An optimizer's settings, such as learning rates: only the given scheduler changes them, once per step of the swarm.
+"""The schedule of an optimizer's settings, such as learning rates: only a scheduler changes them, once per global step.
 
 Peers compute different numbers of micro-batches for one step. If each peer stepped a scheduler in its own loop, or if
 one peer set a learning rate itself, the peers' models would differ.
@@ -22,7 +22,7 @@ NO_SCHEDULER_HERE = f"a scheduler here would count this peer's micro-batches: {H
 
 
 class Schedule:
-    """Steps the scheduler of ``optimizer``, if it has one, and notices if anything else changes a setting.
+    """Steps the scheduler of ``optimizer``, if there is one, and notices if anything else changes a setting.
 
     ``needs_loss`` is True if the scheduler steps with the swarm's loss, like `ReduceLROnPlateau`.
     """
@@ -34,13 +34,13 @@ class Schedule:
         self.accept()
 
     def accept(self) -> None:
-        """Take the present settings as the right ones, after a state was loaded or the optimizer stepped."""
+        """Accept the present settings as right, after a state was loaded or the optimizer stepped."""
         self._settings = _settings_of(self._optimizer)
         self._state = copy.deepcopy(self.state_dict())
         self._position = repr(self.state_dict())
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the scheduler's state; empty without one."""
+        """Return the scheduler's state; empty without a scheduler."""
         if self._scheduler is None:
             return {}
         return self._scheduler.state_dict()
@@ -66,7 +66,7 @@ class Schedule:
     def advanced(self, loss: float | None) -> Iterator[None]:
         """Step the scheduler; the optimizer takes its step in the ``with`` block, still with the old settings.
 
-        An error leaves the settings and the scheduler as they were. A scheduler that goes by the swarm's ``loss`` does
+        After an error, the settings and the scheduler are as before. A scheduler that goes by the swarm's ``loss`` does
         not step if no peer sent a loss.
         """
         self.check()
@@ -118,7 +118,7 @@ def steps_with(stepping: Optimizer | LRScheduler, *values: float) -> bool:
 
 
 def _settings_of(optimizer: Optimizer) -> dict[tuple[int, str], Any]:
-    """Return the numbers, and tuples of numbers, in each parameter group; a tensor is returned as numbers."""
+    """Return the numbers and tuples in each parameter group, by group and name; tensors are returned as numbers."""
     settings: dict[tuple[int, str], Any] = {}
     for index, group in enumerate(optimizer.param_groups):
         for name, value in group.items():

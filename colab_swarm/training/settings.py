@@ -1,4 +1,4 @@
-"""Inputs of a collaboration: the peer's services, and how to train."""
+"""Inputs of a collaboration: the peer's services, and the settings of the training."""
 
 import functools
 import inspect
@@ -42,7 +42,8 @@ _MEASURABLE_BYTES = 1 << 18  # a round that moved less says nothing about bandwi
 class LinkBandwidth:
     """Bandwidth of a peer in both directions, as links and rounds measured it.
 
-    Rounds are often shorter than the second over which links measure. The best of the last ones counts.
+    Rounds are often shorter than the second over which links measure, so rounds are measured, too. The highest of the
+    last measurements counts.
     """
 
     def __init__(self, peers: Node) -> None:
@@ -59,7 +60,7 @@ class LinkBandwidth:
                 rates_bps.append(8 * size_bytes / result.exchange_s)
 
     def known(self) -> tuple[float | None, float | None]:
-        """Return upload and download, bits per second; None where not measured."""
+        """Return upload and download bandwidth, bits per second; None where not measured."""
         links = self._peers.statistics()
         upload_bps = max(self._uploads_bps, default=0.0)
         download_bps = max(self._downloads_bps, default=0.0)
@@ -86,7 +87,7 @@ class PeerServices(RunServices):
 
 
 class Due(Enum):
-    """What a call of `step()` did in addition to counting."""
+    """The action of a call of `step()` in addition to counting."""
 
     NOTHING = "nothing"
     LOCAL_STEP = "a local step"
@@ -97,7 +98,7 @@ class Due(Enum):
 
 @dataclass(frozen=True)
 class StepOffer:
-    """What a trainer announces about its contribution before it makes the contribution."""
+    """A trainer's announcement of a contribution that it has not made yet."""
 
     weight: float  # weight in the mean
     loss: float | None = None
@@ -135,16 +136,16 @@ class TrainingSettings:
     Attributes:
         prefix: name of the collaboration within the run; the peers of one prefix train one model.
         batch_size: number of samples in each batch that `Swarm.batches` or a framework gives, else in each ``step()``.
-            ``step(samples=…)`` overrides it. Once a batch had ``batch_size`` rows, a batch with fewer rows counts
-            its rows instead.
-        weight_unit: what ``step(weight=…)`` counts, such as "target tokens". Set it if the mean is not weighted by
+            ``step(samples=…)`` overrides this number. Once a batch had ``batch_size`` rows, a batch with fewer rows
+            counts its rows instead.
+        weight_unit: unit of ``step(weight=…)``, such as "target tokens". Set it if the mean is not weighted by
             samples.
         communication: how the peers exchange what they compute.
         device_memory: maximum of GPU memory, in bytes, that the swarm may use in addition to your own loop. None allows
             all free memory. With 0, gradients are summed in main memory, and each gradient is copied there.
-        min_peers: the first ``step()`` waits until this many peers train, this peer included; later steps do not wait
-            for a number of peers. None takes the number that the peer that began the training asks for, which is 1 by
-            default.
+        min_peers: the first ``step()`` waits until this many peers train, this peer included. Later steps do not wait
+            for a number of peers. None takes the number of the run's authority, else of the first peer; 1 by default.
+            If peers ask for different numbers, the lowest counts.
     """
 
     prefix: str

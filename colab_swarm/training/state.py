@@ -1,12 +1,12 @@
 """The training state: in a file, and shared with late joiners in hashed chunks.
 
-A donor is a peer that gives its state to a late joiner. It serves a copy of the state (a snapshot), so it trains on
-meanwhile. Donors on one branch hold equal states, so a late joiner may take each chunk from any of them
+A donor is a peer that gives its state to a late joiner. The donor serves a copy of the state (a *snapshot*), so it
+trains on meanwhile. Donors on one branch hold equal states, so a late joiner may take each chunk from any of them
 (`colab_swarm.tensors.chunks`).
 
-Some late joiners cannot reach a trainer, because both only dial out. Then an assistant that is linked to both uses
-a `Mirror`: it forwards the manifest and the chunks, and holds one chunk at a time in memory. The `Mirror` of a backbone
-also gives the backbone's own checkpoint when no trainer is left.
+Some late joiners cannot reach a trainer, because neither can be dialled. Then an assistant that is linked to both uses
+a `Mirror`, which forwards the manifest and the chunks, and holds one chunk at a time in memory. The `Mirror` of a
+backbone also gives the backbone's own checkpoint when no trainer is left.
 """
 
 import asyncio
@@ -55,14 +55,14 @@ logger = logging.getLogger(__name__)
 Kind: TypeAlias = tuple[str, tuple[int, ...]]
 
 _ASKED = 4  # number of donors that are asked together for their manifests
-_AGREED_S = 1.0  # how long the other donors are awaited, once two have answered
+_AGREED_S = 1.0  # how long the other donors are awaited, once two donors have answered
 _MIRROR_TIMEOUT_S = CHUNK_TIMEOUT_S / 3  # for one donor; a late joiner waits for two
 _REMEMBERED = 4
 _KINDS_TIMEOUT_S = 5.0  # for the first chunks of a state
 
 
 def save_checkpoint(path: str | Path, state: Any) -> None:
-    """Write a training state so that ``path`` holds either all of it or its old content.
+    """Write a training state so that ``path`` holds either the whole state or its old content.
 
     The state is anything that `flatten` takes, such as a dictionary whose values are results of ``state_dict()``.
     Raises `StateError` if the disk is full, `TypeError` if a part cannot be saved without pickle.
@@ -73,7 +73,7 @@ def save_checkpoint(path: str | Path, state: Any) -> None:
 def load_checkpoint(path: str | Path) -> Any:
     """Read the state that `save_checkpoint` wrote, into new memory.
 
-    Raises FileNotFoundError, or `StateError` if it is truncated, damaged or not a checkpoint of this package.
+    Raises FileNotFoundError, or `StateError` if the file is truncated, damaged or no checkpoint of this package.
     """
     return unpack(read_state(Path(path)), finite=False)
 
@@ -87,7 +87,7 @@ class CheckpointFolder(StepFiles):
     """
 
     def save(self, step: int, state: Any) -> Path:
-        """Write a checkpoint, set aside those of later steps, and delete the oldest ones beyond ``keep``.
+        """Write a checkpoint, set aside checkpoints of later steps, and delete the oldest beyond ``keep``.
 
         Raises `StateError` if the file cannot be written.
         """
@@ -102,7 +102,7 @@ class CheckpointFolder(StepFiles):
         return path
 
     def latest(self) -> Any:
-        """Return the state of the last readable checkpoint, or None; skips damaged checkpoints with a warning."""
+        """Return the state of the last readable checkpoint, or None; skip damaged checkpoints with a warning."""
         return self.newest(load_checkpoint)
 
 
@@ -127,7 +127,8 @@ class FetchState(FetchChunks, frozen=True):
 class StateSharing:
     """Serves this peer's snapshots, and downloads those of other peers.
 
-    ``await provide()`` takes a snapshot of the current step. If there is none, it returns None or raises `StateError`.
+    ``await provide()`` takes a snapshot of the current step. If there is no state, it returns None or raises
+    `StateError`.
     """
 
     def __init__(
@@ -188,7 +189,8 @@ async def download_state(
 ) -> Snapshot:
     """Download the state that most of the asked donors hold, from all donors that hold it.
 
-    ``begun`` keeps an incomplete download, by the state's root, from one call to the next.
+    ``begun`` keeps an incomplete download, by the state's root, from one call to the next. ``timeout_s`` is the limit
+    for each donor.
 
     Raises `StateError` if no donor had a state, if all donors were lost before the download was complete, if the state
     has more than ``limit_bytes``, or if its step is before ``least_step``. Raises `DonorsSilent` if no donor answers.
@@ -239,9 +241,9 @@ async def _agree_on_state(
 ) -> tuple[Manifest, list[PeerId]]:
     """Ask four donors; return the manifest that most of them give, and the donors that hold this state.
 
-    If none of the four answers, the next four are asked. Four are asked together, because a moment later each donor
-    may be at another step. After the first answer, the others have `silence_s` to answer, and after the second answer
-    `_AGREED_S`. Raises `StateError` without an answer, and `DonorsSilent` if no donor has answered or refused.
+    If no donor of the four gives a manifest, the next four are asked. Four are asked together, because a moment later
+    each donor may be at another step. After the first manifest, the other donors have `silence_s` seconds to answer;
+    after each further manifest, `_AGREED_S`. Raises `StateError` without a manifest, `DonorsSilent` if none refused.
     """
     holders: dict[Manifest, list[PeerId]] = {}
     refusals: dict[PeerId, PeerError] = {}
@@ -283,7 +285,7 @@ async def _agree_on_state(
 
 
 def check_snapshot(snapshot: Snapshot) -> None:
-    """Raise `StateError` if an untrusted snapshot cannot be read, or if its step or lineage is not what it claims."""
+    """Raise `StateError` if an untrusted snapshot cannot be read, or if its manifest has a wrong step or lineage."""
     claimed = snapshot.manifest.step, snapshot.manifest.subject
     text = "the donor's state is not of the step that it claims"
     require(_step_and_lineage(snapshot.blob) == claimed, text, StateError)

@@ -13,25 +13,25 @@ from colab_swarm.training.settings import Due
 class Turn:
     """One iteration of the user's loop; it ends with `step()`."""
 
-    at: float  # when it ended
-    due: Due  # what `step()` did
+    at: float  # when the turn ended
+    due: Due  # the action of `step()`
     copied_bytes: int  # bytes that this process has copied between devices and main memory until then
     own_s: float = 0.0  # time before `step()`
     step_s: float = 0.0  # time in `step()`
 
 
 class StepTimes:
-    """The last ``turns`` of a loop that trains on ``device``; a turn is added once the device has finished it."""
+    """The last ``turns`` of a loop that trains on ``device``. A turn is added once the device has finished its work."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._before: DeviceTimestamp | None = None  # the end of the last `step()`
-        self._began: DeviceTimestamp | None = None  # the begin of this one, until it ends
+        self._began: DeviceTimestamp | None = None  # the begin of the present `step()`, until it ends
         self._coming: deque[tuple[Turn, DeviceTimestamp, DeviceTimestamp, DeviceTimestamp]] = deque()
         self.turns: deque[Turn] = deque(maxlen=4096)
 
     def begin(self, now: float) -> None:
-        """Note that a call of `step()` begins. If `end` is not called for it, this turn does not count."""
+        """Note that a call of `step()` begins; without a call of `end`, this turn does not count."""
         # Other devices compute asynchronously, too, and the host's time does not show for how long.
         if self._began is not None or self._device.type not in ("cpu", "cuda"):
             self._before = None

@@ -1,8 +1,8 @@
 """A trainer's steps: micro-batches within its share on the user's thread, and a round when the share is used up.
 
 The *share* is this peer's part of the batch. A micro-batch within the share involves no other thread. A step with a
-round waits for other threads twice. First the trainer says that it is ready, and the event loop answers that a group
-has formed. Then the trainer contributes, and a pool thread takes the step with the mean.
+round waits for other threads twice. First the trainer reports that it is ready, and waits until the event loop returns,
+because a group has formed. Then the trainer contributes, and a pool thread takes the step with the mean.
 """
 
 import asyncio
@@ -35,8 +35,8 @@ logger = logging.getLogger(__name__)
 _LOOK_S = 10.0  # how often a waiting trainer checks whether this peer is to leave
 _END_S = 60.0  # how long an interrupted round is awaited
 _REMEMBERED_PEERS = 1024
-# After this many gradients in a row that are not finite, the user is told the likely causes. After that, one of this
-# many such gradients gets a line.
+# After `_MANY_DROPPED` gradients in a row that are not finite, the user is told the likely causes. After that, only one
+# of `_FEW_LINES` such gradients gets a line.
 _MANY_DROPPED = 20
 _FEW_LINES = 100
 _LIKELY_CAUSES = (
@@ -48,12 +48,13 @@ _LIKELY_CAUSES = (
 class Trainer:
     """Takes local steps, takes part in rounds and loads the swarm's state, with a ``replica`` of the model.
 
-    Only one thread at a time calls it, the user's. This thread waits while coroutines of this class run on the event
-    loop, and while `_apply` takes a step in the pool and uses ``replica`` and ``gathered`` there. ``gathered`` has the
-    gradients since the last round. ``over()`` is True if this peer is to leave and must not wait any longer.
+    Only one thread at a time, the user's thread, calls a trainer. This thread waits while coroutines of this class run
+    on the event loop, and while `_apply` takes a step in the pool and uses ``replica`` and ``gathered`` there; but with
+    delayed updates it computes on. ``gathered`` has the gradients since the last round. ``over()`` is True if this peer
+    is to leave and must not wait any longer.
 
     Attributes:
-        due: what the last call did in addition to counting.
+        due: the action of the last call in addition to counting.
     """
 
     def __init__(
@@ -83,7 +84,7 @@ class Trainer:
 
     @property
     def in_flight(self) -> bool:
-        """True if a round runs beside the trainer, or has ended and `land` has not taken its result yet."""
+        """True if a round runs beside the trainer, or has ended but `land` has not taken its result yet."""
         return self._flight is not None
 
     async def stop(self) -> None:
@@ -99,7 +100,7 @@ class Trainer:
     # What the user calls.
 
     def count(self, samples: float, *, landed: RoundResult | None) -> RoundResult | None:
-        """Count the micro-batch that was added to the sum, and then do what is due."""
+        """Count the micro-batch that was added to the sum, and then take the step, or another action, that is due."""
         rounds = self._rounds
         self.due = Due.NOTHING
         if self._services.pace is not None:
@@ -152,7 +153,7 @@ class Trainer:
                 return result
 
     def _act(self, ready: Ready, deadline: float, *, idle: bool) -> tuple[RoundResult | None, bool]:
-        """Do what is due; return the result of a round, and whether the turn ends with it."""
+        """Take the action ``ready``; return the result of a round, and True if the turn ends with this action."""
         if ready is Ready.CATCH_UP:
             self.due = Due.CATCH_UP
             return None, not self._try_synchronize() or idle
@@ -177,7 +178,7 @@ class Trainer:
         return ready is Ready.NOTHING or not self._rounds.share.used_up
 
     def _next(self, deadline: float, *, idle: bool) -> Ready:
-        """Return what to do now; wait if this is not clear yet."""
+        """Return the next action; wait until it is clear."""
         rounds = self._rounds
         if rounds.behind or rounds.view.own.syncing:
             return Ready.CATCH_UP
@@ -208,7 +209,7 @@ class Trainer:
         share.counted = max(0.0, share.counted - self._taken_out())
 
     def _tell_of_dropped(self, dropped: float, in_row: int) -> None:
-        """Tell the user that gradients were not finite; if there are many in a row, give the likely causes once."""
+        """Tell the user that gradients were not finite; after many in a row, give the likely causes once."""
         if in_row < self._told_in_row:
             self._told_in_row = 0
         text = f"a gradient of {dropped:g} samples was not finite (NaN or Inf)"
@@ -248,7 +249,7 @@ class Trainer:
         return self._runtime.call(self._average(contribution))
 
     async def _average(self, contribution: RoundInput, *, aside: bool = False) -> RoundResult | None:
-        """Contribute, and take a step with each mean that follows; ``aside``: the trainer computes on meanwhile.
+        """Contribute, and take a step with each mean that follows; with ``aside``, the trainer computes on meanwhile.
 
         Returns None if there was no round, or if a device had no memory for it. An interrupt does not stop a round that
         has begun, because the parameters and this peer's record must agree.
@@ -303,7 +304,7 @@ class Trainer:
         self._services.events.emit(event)
 
     def _tell_of_weights(self, contribution: RoundInput, *, over: bool) -> None:
-        """Tell the user that a round in which nobody had a weight trained nothing; once, until the next step."""
+        """Tell the user that a round without any weight trained nothing; only once until the next step."""
         if over:
             self._told_of_weights = False
         if over or contribution.weight or not contribution.samples or self._told_of_weights:
@@ -318,7 +319,7 @@ class Trainer:
         self._services.events.emit(Notice(self._runtime.time(), text, logged=True))
 
     async def averaged(self) -> None:
-        """Wait until an interrupted round has ended, and until a step that had begun is taken and recorded."""
+        """Wait until an interrupted round has ended, and its step, if begun, is taken and recorded."""
         if self._averaging is not None:
             await asyncio.wait([self._averaging], timeout=_END_S)
 
@@ -344,7 +345,7 @@ class Trainer:
         return await self._average(contribution, aside=True)
 
     def land(self, *, wait: bool = False, timeout_s: float | None = None) -> RoundResult | None:
-        """Return the result of the round beside the trainer, if it has ended; ``wait`` for it at most ``timeout_s``."""
+        """Return the result of the round beside the trainer if it has ended; ``wait`` for that up to ``timeout_s``."""
         if self._flight is None:
             return None
         task, contribution = self._flight
@@ -372,7 +373,7 @@ class Trainer:
     # The others' steps and their state.
 
     def _follow(self) -> None:
-        """Take the steps that the others took without this peer, and drop its gradients, which are of an older step."""
+        """Take the steps that others took without this peer, and drop its gradients, which belong to an older step."""
         means = self._rounds.missed()
 
         def follow() -> None:
@@ -407,7 +408,7 @@ class Trainer:
         return True
 
     def synchronize(self, *, tries: int = 1) -> None:
-        """Load the swarm's state, if this peer's own state does not count; raises `StateError` if that fails."""
+        """Load the swarm's state, if this peer's own state does not count; raises `StateError` if loading fails."""
         while (caught_up := self._wait_caught_up()) is not None:
             tries -= 1
             try:
@@ -458,7 +459,7 @@ class Trainer:
             self._services.events.emit(Notice(self._runtime.time(), text))
 
     def recover(self) -> None:
-        """If this peer's record and the replica differ, correct the record; this peer then catches up.
+        """Correct this peer's record if it differs from the replica; then this peer catches up.
 
         Before that, wait for a round that an interrupt left running, because its step changes the model.
         """

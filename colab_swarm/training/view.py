@@ -1,12 +1,13 @@
-"""What this peer knows of the others: one view of their records, groups and links, and the swarm's branch. Pure.
+"""This peer's view of the other peers by their records, groups and links, and the swarm's branch. Pure.
 
 - A *lineage* is a chain of digests: of the first parameters, and of every mean since then in its encoded form. Equal
   lineages mean equal parameters, except for rounding (see `comparison`).
-- The *branch* is a step and a lineage. The step is the highest one that at least half of the live trainers have
-  reached; the lineage is the one that most of them hold at this step. If two lineages are equally common, that of the
-  run's authority counts, else that of the peer with the smallest id. A peer that is not on the branch loads its state.
-- A record may be half a minute old. So what a group shows about a member replaces an older record of this member. A
-  peer whose link broke does not count until it writes a newer record.
+- The *branch* is a step and a lineage. The step is the highest step that at least half of the live trainers have
+  reached. The lineage is the most common lineage of these trainers at this step. If two lineages are equally common,
+  the lineage of the run's authority counts, else the lineage of the peer with the smallest id. A peer that is not on
+  the branch loads the state of the branch.
+- A record may be half a minute old. So after a step, the contributors' new state replaces the state in their older
+  records. A peer whose link broke does not count until it writes a newer record.
 """
 
 import asyncio
@@ -35,18 +36,19 @@ from colab_swarm.training.records import (
 WATCHING = ProgressRecord(0, b"", 0.0, 0.0, syncing=True, name="")
 """The record that stands for this peer while it does not train."""
 _KEPT_STEPS = 4096  # number of this peer's last steps whose lineages are remembered
-_DISTRUST_S = 300.0  # how long a donor is not asked after its state did not load for the first time
+_DISTRUST_S = 300.0  # how long a donor is not asked after the first time that it gave a bad state
 _MAX_DISTRUST_S = 6 * 3600.0
 _MOST_ASSISTANTS = 16
 _URGENT = ("syncing", "paused", "organizer")  # if one changes, the record is published immediately
-_JUST_BROKEN_S = 2.0  # a record that was written this shortly before the link broke may arrive after it broke
+_JUST_BROKEN_S = 2.0  # records that are up to this much newer than the break of the link do not count
 
 
 @dataclass(frozen=True)
 class Branch:
     """The swarm's step and lineage.
 
-    ``holders`` have shown this state. ``peers`` are these, and the other trainers at the same organizers.
+    ``holders`` are the peers that have shown this state. ``peers`` are the holders, and the other trainers at the
+    holders' organizers.
     """
 
     step: int
@@ -65,9 +67,9 @@ class SwarmView:
         others: the records of the other trainers that count.
         assistants: the records of the assistants that are believed to be alive.
         found: the roles of all peers that have a record.
-        news: an event that is set when the view changes.
+        news: an event that is set when new records were read.
         urgent: an event that is set when ``own`` should be published immediately.
-        averaged: True once this peer has taken a step together with another one.
+        averaged: True once this peer has taken a step together with another peer.
         unreachable: number of other trainers that do not count, because neither they nor this peer can be dialled.
     """
 
@@ -100,7 +102,7 @@ class SwarmView:
         self.leave_out_unreachable(peers)
 
     def on_records(self, records: Mapping[PeerId, ProgressRecord], *, now: float) -> None:
-        """Take the records that were just read, except those that are older than what a group has shown."""
+        """Take the records that were just read; where the known record of a peer is newer, keep the known record."""
         fresh = {}
         for peer, record in records.items():
             if peer == self.me or record.told_at <= self._lost.get(peer, -math.inf):
@@ -134,7 +136,7 @@ class SwarmView:
         self.others = met
 
     def on_step(self, samples: Mapping[PeerId, float], *, now: float, swarm_now: float) -> None:
-        """Note that this peer took a step, and the contributors with it; ``samples`` has the samples of each one."""
+        """Note that this peer and the contributors took a step; ``samples`` has each contributor's samples."""
         self.pace.on_round(samples, now=now)
         for peer in samples:
             record = self.others.get(peer)
@@ -231,10 +233,10 @@ class SwarmView:
         return branch.step in self._path and self._path[branch.step] != branch.lineage
 
     def organizers(self, own: Contact) -> list[Contact]:
-        """Return the peers that may organize, the best first.
+        """Return the peers that may organize, the best first; this peer is one of them.
 
-        First come those at which most peers of the branch stand, then the trainers that can be dialled, by the time of
-        joining, then the assistants.
+        First come the organizers that the other peers of the branch have, the most common first. Then come the trainers
+        that can be dialled, by the time of joining, on the branch first, and then the assistants.
         """
         branch = self.branch().peers
         named = Counter(self.all[peer].organizer for peer in branch - {self.me})
@@ -255,9 +257,9 @@ class SwarmView:
         return {record.organizer for record in self.others.values() if record.organizer} - {self.me}
 
     def disagreement(self) -> str:
-        """Return the settings in which this peer differs from most peers on the branch; empty if there are none.
+        """Return a text on the settings in which this peer differs from most peers on the branch; empty if none.
 
-        It is always empty once this peer has averaged with others: from then on, no record can refuse it.
+        The text is always empty once this peer has averaged with others: from then on, no record can refuse this peer.
         """
         own = self.own
         if self.averaged or not own.agreement:
@@ -274,10 +276,10 @@ class SwarmView:
 
     @property
     def min_peers(self) -> int:
-        """How many peers must train before the first step.
+        """Number of peers that must train before the first step.
 
-        A peer that names no number takes that of the run's authority or, without an authority's record, that of the
-        first peer that joined. The result is the lowest number of all peers, because any peer may ask for fewer.
+        A peer that names no number takes the number of the run's authority. Without an authority's record, it takes the
+        number of the first peer that joined. The result is the lowest number of all peers.
         """
         records = self.all.values()
         authorities = [self.all[peer] for peer in self.all if self._authorized(peer)]
@@ -286,12 +288,12 @@ class SwarmView:
 
     @property
     def training(self) -> list[str]:
-        """The names of the peers that train now, this one included."""
+        """The names of the peers that train now, this peer included."""
         return [self.own.name, *sorted(record.name for record in self.others.values() if record.computes)]
 
     @property
     def there(self) -> dict[PeerId, ProgressRecord]:
-        """The records of the peers that train now, this one included. Thread-safe."""
+        """The records of the peers that train now, with this peer's if it trains. Thread-safe."""
         return {peer: record for peer, record in list(self.all.items()) if record.computes}
 
     def live(self, linked: Collection[PeerId]) -> set[PeerId]:
@@ -301,7 +303,7 @@ class SwarmView:
     # For people.
 
     def samples_per_s(self) -> float:
-        """Return the sum of the speeds at which the peers compute, without the time for waiting and for rounds."""
+        """Return the sum of the peers' speeds of computing, which exclude the time of waiting and of rounds."""
         return sum(record.samples_per_s for record in self.there.values())
 
     def samples(self, now: float) -> float:

@@ -1,4 +1,4 @@
-"""Notices what a user changes in a model outside the optimizer's steps: weights, frozen parameters, what is trained."""
+"""Notices changes outside the optimizer's steps: of weights, of frozen parameters, and of the set that is trained."""
 
 import logging
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Part of the values' norm. SAM, weight clipping and swapped averages change less than this between two steps.
+# Part of the values' norm. SAM, weight clipping and swapped averages change a smaller part between two steps.
 LOADED = 0.05
 _SAMPLES = 64  # number of values of each tensor that are compared
 _LOOK_STEPS = 10  # number of steps within which another optimizer is expected to take a step
@@ -23,9 +23,9 @@ _AGAIN = "make a new optimizer, and pass it to swarm.optimizer(…) again, at al
 
 
 class TrainedParameters:
-    """Finds changes in which parameters are trained since `Swarm.optimizer`, and parameters that no optimizer trains.
+    """Finds changes of the set of trained parameters since `Swarm.optimizer`, and parameters that no optimizer trains.
 
-    It stores frozen parameters whose values were changed, such as a teacher's, in `Replica.moved`.
+    If the values of frozen parameters change, such as a teacher's, it stores these parameters in `Replica.moved`.
     """
 
     def __init__(self, replica: "Replica") -> None:
@@ -45,7 +45,7 @@ class TrainedParameters:
         self._frozen = [(one, one._version) for one in frozen]
 
     def _all(self) -> list[torch.Tensor]:
-        """Return all parameters of the model; without a model, those that are trained."""
+        """Return all parameters of the model; without a model, the trained parameters."""
         if self._replica.rule.model is None:
             return self._replica.model
         return list(self._replica.rule.model.parameters())
@@ -122,7 +122,8 @@ def versions_of(tensors: Sequence[torch.Tensor]) -> list[tuple[int, int]]:
 class WrittenWeights:
     """Remembers a model's weights as the optimizer wrote them last, by some values of each tensor.
 
-    Torch counts each write to a tensor, except writes to ``.data``. So values are only compared if the count changed.
+    Torch counts each write to a tensor, except writes to ``.data``. So values are compared only if a count, or the
+    address of the values, has changed.
     """
 
     def __init__(self, model: Sequence[torch.Tensor]) -> None:
