@@ -215,7 +215,7 @@ class Formation:
         return ""
 
     def on_report(self, peer: PeerId, report: StepReport, now: float) -> str:
-        """Take a report; return a text on what is wrong with it, or an empty text."""
+        """Take a report; return why it is refused, or an empty text."""
         if peer in self._told and report.key != self.key:
             return ""  # it belongs to the step before
         ticket = report.ticket

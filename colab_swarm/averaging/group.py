@@ -273,7 +273,7 @@ class StepReport(Message, frozen=True):
     )
     final: bool = False  # it already computes for the next step
     averages: bool = False  # the round of its last contribution is not over
-    ticket: Ticket | None = None  # set once it has computed what was granted
+    ticket: Ticket | None = None  # set once it has computed the granted samples
     key: _Digest = b""  # id of its last group
 
 
@@ -364,7 +364,7 @@ def wrong_terms(terms: RoundTerms, target: float) -> str:
 
 
 def wrong_numbers(ticket: Ticket) -> str:
-    """Return what is wrong with a ticket's numbers, or an empty text."""
+    """Return a text on invalid numbers of a ticket, or an empty text."""
     for name, number in (("weight", ticket.weight), ("samples", ticket.samples)):
         if not valid_weight(number):
             return f"{name} {number} is neither 0 nor in [1e-9, 1e9)"

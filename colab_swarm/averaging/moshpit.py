@@ -155,8 +155,8 @@ class RoundMeter:
         """Return how many global averages per second succeed, for groups of this size (DeDLOC Appendix C).
 
         r(m) = (1-q)^(m ceil(log_m n)) / (T(m) ceil(log_m n)), with n = ``peers``, m = ``group_size`` and T(m) the
-        seconds of a round. The probability q = 1 - exp(-failures_per_s T(m)) is that of a peer's failure in a round. If
-        q were equal for all m, pairs would never be better than groups of four.
+        seconds of a round. A peer fails in a round with the probability q = 1 - exp(-failures_per_s T(m)). If q were
+        equal for all m, pairs would never be better than groups of four.
         """
         rounds = rounds_for(peers, group_size)
         round_s = self.seconds(group_size)

@@ -162,7 +162,7 @@ class _Part:
         self._services.averager.forget(self._view.prefix)
 
     def _offer(self) -> None:
-        """Tell the organizer, by a ticket, what this peer can reduce."""
+        """Tell the organizer, by a ticket, that this peer can reduce, and with which bandwidth."""
         peers = self._services.peers
         terms = self._rendezvous.settings.terms
         reduces = bool(peers.contact.addresses)

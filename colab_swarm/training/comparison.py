@@ -42,7 +42,7 @@ def sketch_of(ticket: Ticket) -> StateSketch | None:
 
 
 class Verdict(Enum):
-    """Why this peer's state differs from that of most others."""
+    """The reason why this peer's state differs from the state of most others."""
 
     FALSE = "the donors of this peer's state gave another one"
     MOVED = "its own steps moved it"
@@ -105,7 +105,7 @@ class Comparison:
         self._tolerance = tolerance
         self._events = events
         self._check = StateCheck(tolerance)
-        self._sketch: StateSketch | None = None  # that of the last step, if it had one
+        self._sketch: StateSketch | None = None  # the sketch of the last step, if it had one
         self._refusal = ""
 
     @property

@@ -247,7 +247,7 @@ class HostOptimizer(WrappedOptimizer):
             self.lead.close()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of rank 0's `SwarmOptimizer`; on another rank, that of its own optimizer, which is empty."""
+        """Return the state of rank 0's `SwarmOptimizer`; on another rank, the empty state of its own optimizer."""
         return self._saved(self._wrapped.state_dict)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

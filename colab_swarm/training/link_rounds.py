@@ -354,7 +354,7 @@ class LinkRounds(Rounds):
             super().depart()
 
     def _look(self, *, stays: bool) -> Ready | None:
-        """Return what the trainer does now, or None while it waits."""
+        """Return the trainer's next action, or None while the trainer waits."""
         if self._group is not None:
             return Ready.CONTRIBUTE
         missed = self.missed()

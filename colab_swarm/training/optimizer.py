@@ -288,7 +288,7 @@ class SwarmOptimizer(WrappedOptimizer):
             return self._count(samples, weight, loss)
 
     def _count(self, samples: float, weight: float, loss: float | torch.Tensor | None) -> RoundResult | None:
-        """Count a gradient, and then do what is due."""
+        """Count a gradient, and then take the action that is due."""
         for sentence in (*self._gathered.check(), self._replica.take_written()):
             self._tell_once(sentence)
         landed = self._trainer.land()

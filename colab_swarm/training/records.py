@@ -153,7 +153,7 @@ def progress_key(prefix: str) -> str:
 
 
 def assistants_key(prefix: str) -> str:
-    """Return the DHT key of a run's assistants; ``prefix`` may be that of any collaboration of the run."""
+    """Return the DHT key of a run's assistants; ``prefix`` may be the prefix of any collaboration of the run."""
     return f"{prefix.partition('/')[0]}/assistants"
 
 

@@ -81,7 +81,7 @@ class RoundOutcome:
 
     Attributes:
         mean: the mean.
-        result: the members of the round, what was lost, bytes and seconds.
+        result: the members of the round, lost spans, bytes and seconds.
         counted: True if the mean includes this peer's contribution.
         over: True if this is the last outcome of the contribution. In a bucket, rounds that closed without the
             contribution may come first.

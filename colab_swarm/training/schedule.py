@@ -88,7 +88,7 @@ class Schedule:
         self.accept()
 
     def _changes(self) -> dict[tuple[int, str], Any]:
-        """Return the present settings that differ from those that `accept` took last."""
+        """Return the present settings that differ from the settings that `accept` took last."""
         right = self._settings
         present = _settings_of(self._optimizer)
         return {key: value for key, value in present.items() if right.get(key, value) != value}

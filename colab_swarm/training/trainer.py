@@ -100,7 +100,7 @@ class Trainer:
     # What the user calls.
 
     def count(self, samples: float, *, landed: RoundResult | None) -> RoundResult | None:
-        """Count the micro-batch that was added to the sum, and then take the step, or another action, that is due."""
+        """Count the micro-batch that was added to the sum, and then take the action that is due."""
         rounds = self._rounds
         self.due = Due.NOTHING
         if self._services.pace is not None:
@@ -203,7 +203,7 @@ class Trainer:
         return dropped
 
     def _settle(self) -> None:
-        """Check all gradients, the newest too, and stop counting those that were not finite."""
+        """Check all gradients, the newest, too, and no longer count gradients that were not finite."""
         uninterrupted(self._gathered.read_checks)
         share = self._rounds.share
         share.counted = max(0.0, share.counted - self._taken_out())

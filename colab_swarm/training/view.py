@@ -116,7 +116,7 @@ class SwarmView:
         self.news.set()
 
     def on_assistants(self, assistants: Mapping[PeerId, AssistantRecord]) -> None:
-        """Take the records of the run's assistants, except those that only help another collaboration."""
+        """Take the records of the run's assistants; ignore assistants that only help another collaboration."""
         alive = {}
         for peer, record in sorted(assistants.items()):
             helps_here = record.addresses and record.collaboration in ("", self.prefix)
@@ -222,7 +222,7 @@ class SwarmView:
 
     @property
     def behind(self) -> bool:
-        """True if this peer's lineage is not that of the branch, or if this peer is two or more steps behind it.
+        """True if this peer's lineage differs from the branch's, or if this peer is two or more steps behind.
 
         A peer that is one step ahead of the others only waits. A peer that is one step behind may still be in their
         round.
