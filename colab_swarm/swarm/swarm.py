@@ -288,7 +288,7 @@ class Swarm(contextlib.AbstractContextManager["Swarm"]):
             model: the model whose trained parameters are sent, or the number of these parameters.
             step_s: seconds in which all peers together compute ``target_batch_size`` samples.
             peers: number of peers that train; 0: the peers that are linked now, at least two.
-            gb_per_hour: the most GB per hour that a peer may send, and that it may receive; None: no limit.
+            gb_per_hour: the most GB that a peer may send per hour; None: no limit.
         """
         links = self.services.peers.statistics()
         line_bps = links.upload_bps, links.download_bps
