@@ -1,10 +1,10 @@
 """The calls that wait at a host of experts: their memory, their merging into batches, their computation.
 
-Calls with the same `Key` can be merged. The next batch has the key whose oldest call has waited longest, and takes
-this key's oldest calls. The memory of a call is that of the parts received so far. All calls of one caller may
-together hold at most as much memory as is still free (Choudhury and Hahne, 1998). So a single caller gets half of the
-memory, and two callers get a third each. A call that would exceed this limit gets a busy answer, even if a part of it
-was already received.
+The host merges calls with the same `Key`. The next batch takes the oldest calls of the key whose first call has waited
+longest. A call holds the memory of the parts that the host has received so far. All calls of one caller together may
+hold at most as much memory as is still free (Choudhury and Hahne, 1998). So one caller with many calls gets half of the
+memory, and two such callers get a third each. A caller's only call may use all free memory. If a call would exceed this
+limit, it gets a busy answer, even if the host has already received a part of it.
 """
 
 import asyncio
@@ -31,7 +31,7 @@ Outcome: TypeAlias = Answer | BaseException
 
 
 class Excerpt(NamedTuple):
-    """The answer to one call: its rows in the outputs of the batch."""
+    """The answer to one call: the call's rows in the outputs of its batch."""
 
     outputs: Arrival
     first: int
@@ -41,13 +41,13 @@ Computed: TypeAlias = tuple["Call", Excerpt | BaseException]
 
 
 def spans(numel: int, codec: Codec) -> Iterator[slice]:
-    """Yield the range of values of each part of a tensor: whole codec blocks, at most `MAX_BLOCKS` and `PART_BYTES`."""
+    """Yield each part's range of a tensor's values: whole codec blocks, at most `MAX_BLOCKS` and `PART_BYTES`."""
     step = min(PART_BYTES // codec.encoded_bytes(BLOCK_VALUES), MAX_BLOCKS) * BLOCK_VALUES
     return (slice(start, min(start + step, numel)) for start in range(0, numel, step))
 
 
 def encoded(values: Floats, codec: Codec) -> Iterator[Buffer]:
-    """Yield the encoded parts of a tensor; they may share its memory."""
+    """Yield the encoded parts of a tensor. The parts may share the tensor's memory."""
     flat = values.reshape(-1)
     return (codec.encode(flat[span]) for span in spans(flat.size, codec))
 
@@ -63,7 +63,7 @@ class Key(NamedTuple):
 
 @dataclass(eq=False)
 class Call:
-    """A call with some samples, and the future for which its handler waits."""
+    """A call with its samples, and the future for which the call's handler waits."""
 
     key: Key
     caller: PeerId
@@ -77,7 +77,7 @@ class Call:
     received: bool = False  # whether all parts were received
 
     def decode_into(self, tensors: Sequence[Floats]) -> None:
-        """Decode the parts and free them; raise `ValueError` for a part that is no tensor or not finite."""
+        """Decode the parts and free them; raise `ValueError` if a part is no tensor or not finite."""
         parts = iter(self.parts)
         for tensor in tensors:
             flat = tensor.reshape(-1)
@@ -88,7 +88,7 @@ class Call:
 
 
 class Unusable(Refusal):
-    """The tensors that the caller sent are the cause of the failure."""
+    """A refusal of a call that failed because of the caller's tensors."""
 
 
 class Batching:
@@ -105,7 +105,7 @@ class Batching:
         )
 
     def admit(self, call: Call) -> float | None:
-        """Admit a call and return None, or return the seconds to wait before a retry if there is no memory now.
+        """Admit a call and return None; if there is no memory now, return the seconds to wait before a retry.
 
         Raises `ValueError` if the call is empty, or has more bytes than a batch may have.
         """
@@ -121,7 +121,7 @@ class Batching:
         return retry_s
 
     def hold(self, call: Call, more_bytes: int) -> float | None:
-        """Take memory for a part that a call received; return None, or the seconds to wait before a retry."""
+        """Take memory for a part that the host received; return None, or the seconds to wait before a retry."""
         retry_s = self._busy_s(call, more_bytes)
         if retry_s is None:
             self._count(call, more_bytes)
@@ -144,11 +144,11 @@ class Batching:
             del self._held[call.caller]
 
     def enqueue(self, call: Call) -> None:
-        """Queue an admitted call that was received completely."""
+        """Queue an admitted call whose parts have all been received."""
         self._queues.setdefault(call.key, deque()).append(call)
 
     def leave(self, call: Call) -> None:
-        """Free the memory of a call that is answered or cancelled. Idempotent."""
+        """Free the memory of an answered or cancelled call. Idempotent."""
         if call not in self._inside:
             return
         del self._inside[call]
@@ -194,7 +194,7 @@ class Batching:
 
 
 def compute(expert: Expert, calls: Sequence[Call]) -> list[Computed]:
-    """Begin to compute calls of one key as one batch; `finished` waits for the answers."""
+    """Begin to compute calls of one key as one batch. Pass the result to `finished`, which waits for the answers."""
     samples = sum(call.samples for call in calls)
     key = calls[0].key
     row = 0
@@ -220,10 +220,10 @@ def compute(expert: Expert, calls: Sequence[Call]) -> list[Computed]:
 def _computed(
     function: Callable[..., Tensor], calls: Sequence[Call], tensors: Sequence[Tensor]
 ) -> list[Computed]:
-    """Return the calls in order, with their outputs or errors. After a failure, compute each call separately.
+    """Return the calls in order, each with its outputs or error. After a failure, compute each call separately.
 
-    A failed backward is retried in this way only after a `FloatingPointError`, because otherwise the expert may have
-    taken a step.
+    After a failed backward, do so only if the error is a `FloatingPointError`. After any other error, the expert may
+    have taken a step.
     """
     sizes = [call.samples for call in calls]
     try:
@@ -243,7 +243,7 @@ def _computed(
 
 
 def finished(computed: Sequence[Computed]) -> list[tuple[Call, Outcome]]:
-    """Wait until the device has computed; return the answer or the error of each call."""
+    """Wait until the device has computed the batch; return each call with its answer or error."""
     answers: list[tuple[Call, Outcome]] = []
     for call, result in computed:
         answer: Outcome

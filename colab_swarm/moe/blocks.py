@@ -1,4 +1,6 @@
-"""Modules for experts: blocks whose output has the shape of their input. Some are ours, some are published ones.
+"""Modules for experts: blocks whose output has the shape of their input.
+
+`FeedForward` and `PaperTransformerBlock` are those of Learning@home; `TransformerBlock` is ours.
 
 Axes: B samples, L places of a sequence, D width, H heads, E width of a head.
 """
@@ -16,7 +18,7 @@ from colab_swarm.errors import require
 class FeedForward(nn.Module):
     """``x + W3 ReLU(LN(W2 ReLU(LN(W1 x))))``, dim -> hidden -> hidden -> dim (Learning@home, section 4.1).
 
-    ``hidden`` None: 4 * ``dim``.
+    LN is layer normalization. By default, ``hidden`` is 4 * ``dim``.
     """
 
     def __init__(self, dim: int, hidden: int | None = None) -> None:
@@ -37,8 +39,8 @@ class FeedForward(nn.Module):
 class TransformerBlock(nn.Module):
     """A pre-norm Transformer encoder block: self-attention and a feed-forward layer of width ``hidden``.
 
-    The published block differs: see `PaperTransformerBlock`. ``dim``, the width of the embeddings, must be a multiple
-    of ``heads``; ``hidden`` None: 4 * ``dim``.
+    `PaperTransformerBlock` is the published block. ``dim``, the width of the embeddings, must be a multiple of
+    ``heads``. By default, ``hidden`` is 4 * ``dim``.
     """
 
     def __init__(self, dim: int, heads: int, hidden: int | None = None) -> None:
@@ -58,10 +60,10 @@ class TransformerBlock(nn.Module):
 class PaperTransformerBlock(nn.Module):
     """The published Transformer block: post-norm, GELU, 16 heads, dropout of 0.1 (Learning@home, section 4.1).
 
-    In the paper, backward computes forward again. Here the dropout masks of a sample depend only on the bits of the
-    sample and on ``salt``, which `Expert` sets to its name. So forward and backward have the same masks, whichever
-    calls are merged with them, and equal samples have equal masks in one expert. The published code draws new masks in
-    backward. After ``eval()`` there is no dropout.
+    The backward pass of an expert computes the forward pass again. Here the dropout masks of a sample depend only on
+    the sample's bits and on ``salt``, which `Expert` sets to the expert's name. So both passes have the same masks,
+    whichever other calls are in the batch. Equal samples have equal masks in one expert. The published code draws new
+    masks in the backward pass. After ``eval()`` there is no dropout.
     """
 
     def __init__(self, dim: int, heads: int = 16, hidden: int | None = None) -> None:
@@ -94,7 +96,7 @@ class PaperTransformerBlock(nn.Module):
         return y_BLD
 
     def _drop_of(self, x_BLD: Tensor) -> Callable[[Tensor], Tensor]:
-        """Return a function that drops a fraction of the values, with a new mask at each call."""
+        """Return a function that drops a fraction `dropout` of the values, with a new mask at each call."""
         if not self.training:
             return lambda values: values
         generators = []

@@ -1,13 +1,13 @@
 """Calls of experts, at the caller and at the host. Each fault of a peer raises an `ExpertError`.
 
-A call is one stream. The caller sends its tensors in parts (for backward: the inputs, then the gradients) and
-keeps its side of the stream open until the answer. A stream that ends or breaks earlier cancels the call. The
-answer is one tensor of the same shape, or a part that says that the host is busy, or a refusal.
+A call is one stream. The caller sends its tensors in parts. For backward, it sends the inputs first, then the
+gradients. The caller keeps its side of the stream open until the answer. If the stream ends or breaks earlier, the host
+cancels the call. The answer is one tensor of the same shape, or a part that says that the host is busy, or a refusal.
 
 The host merges calls of different trainers into batches. The event loop receives and sends parts. The
-thread of the expert's device decodes, checks, computes and encodes. Both use one `Batching`, protected by a lock.
-For each call, the event loop gives the thread one short task. The task begins the next batch, which need not contain
-this call.
+thread of the expert's device decodes, checks, computes and encodes. Loop and thread share one `Batching`, protected by
+a lock. For each call, the event loop gives the thread one short task. The task begins the next batch, which need not
+contain this call.
 """
 
 import asyncio
@@ -72,7 +72,7 @@ NAMED_S = 3600.0  # least time between two events about the same caller
 
 
 class ForwardExpert(Message, frozen=True):
-    """Requests outputs; a tensor of shape (samples, *shape) follows, encoded by ``codec``."""
+    """Requests outputs. A tensor of shape (samples, *shape) follows, encoded by ``codec``."""
 
     uid: str
     samples: int
@@ -81,11 +81,11 @@ class ForwardExpert(Message, frozen=True):
 
 
 class BackwardExpert(ForwardExpert, frozen=True):
-    """Requests gradients w.r.t. the inputs, and lets the expert learn; two tensors follow: inputs, then gradients."""
+    """Requests gradients w.r.t. the inputs, and lets the expert learn. The inputs follow, then the gradients."""
 
 
 class Part(Message, frozen=True):
-    """Consecutive values of a tensor, in the payload. A busy host sends ``busy_s``: call again after these seconds."""
+    """Consecutive values of a tensor, in the payload. A busy host sends ``busy_s``, the seconds until the next call."""
 
     busy_s: float | None = None
 
@@ -104,9 +104,9 @@ class MixtureStatistics:
 class ExpertCalls:
     """Calls experts on any peer. A layer and its deep copies share one object, so they also share the statistics.
 
-    A busy expert is called again after the delay that its host requests. ``timeout_s`` is the time limit for finding
-    experts, and again for one call, including dialling and retries. Warning: onebit, topk and sparseloco have no
-    error feedback here. If you use one of them, use it from the start of the training; otherwise use int8.
+    If an expert is busy, this object calls it again after the delay that the host requests. Finding experts may take
+    ``timeout_s``. One call may take ``timeout_s`` again, including dialling and retries. Warning: onebit, topk and
+    sparseloco have no error feedback here. Use them only from the start of the training; otherwise use int8.
     """
 
     def __init__(
@@ -146,7 +146,7 @@ class ExpertCalls:
             return MixtureStatistics(**self._counts)
 
     def on_batch(self, weights: Mapping[str, float]) -> int:
-        """Record the sums of mixing weights that experts had in a batch; return how many other experts are known."""
+        """Record each expert's sum of mixing weights in a batch; return the number of other known experts."""
         total = sum(weights.values())
         with self._lock:
             if total:
@@ -160,7 +160,7 @@ class ExpertCalls:
             return len(self._shares.keys() - weights.keys())
 
     def shares(self) -> dict[str, float]:
-        """Return each known expert's part of the work of about the last hundred batches; they sum to 1."""
+        """Return each known expert's fraction of the work of about the last hundred batches. The fractions sum to 1."""
         with self._lock:
             total = sum(self._shares.values())
             return {uid: share / total for uid, share in sorted(self._shares.items())}
@@ -168,15 +168,15 @@ class ExpertCalls:
     async def forward(self, info: ExpertInfo, inputs: Floats) -> Floats:
         """Return the outputs for ``inputs`` (n, *shape).
 
-        Raises `ExpertError` if they are late, not finite or of another shape.
+        Raises `ExpertError` if the call fails, or if the outputs are late, not finite, too large or of another shape.
         """
         return await self._call(ForwardExpert, info, [inputs])
 
     async def backward(self, info: ExpertInfo, inputs: Floats, grads: Floats) -> Floats:
         """Return the gradient w.r.t. ``inputs``; the expert takes an optimizer step.
 
-        ``grads`` is the gradient w.r.t. the outputs. Raises `ExpertError` as `forward` does. It is then unknown
-        whether the expert learned.
+        ``grads`` is the gradient w.r.t. the outputs. Raises `ExpertError` as `forward` does. After an error, the
+        expert may or may not have learned.
         """
         return await self._call(BackwardExpert, info, [inputs, grads])
 
@@ -199,9 +199,9 @@ class ExpertCalls:
         return values
 
     async def attempt(self, kind: type[ForwardExpert], info: ExpertInfo, tensors: Sequence[Floats]) -> Floats:
-        """Call an expert once. The answer has no timeout, and the directory gets no report.
+        """Call an expert once, without a timeout for the answer and without a report to the directory.
 
-        Raises `ExpertError` as `forward` does, with ``retry_s`` if the expert or the link is busy.
+        Raises `ExpertError` as `forward` does. If the expert or the link is busy, the error has ``retry_s``.
         """
         inputs = tensors[0]
         opening = kind(info.uid, len(inputs), inputs.shape[1:], self._codec.name)
@@ -250,7 +250,7 @@ class ExpertCalls:
 
 
 def _require_bounded(values: Floats, tensors: Sequence[Floats]) -> None:
-    """Raise `ExpertError` if the norm of an answer is too large for the last tensor of its call."""
+    """Raise `ExpertError` if the answer's norm is too large, compared with that of the last tensor of the call."""
     with np.errstate(over="ignore"):  # the values of an unknown peer may overflow
         given = float(np.linalg.norm(tensors[-1]))
         norm = float(np.linalg.norm(values))
@@ -311,10 +311,10 @@ class _Served:
 
 
 class ExpertServer:
-    """Serves experts to the swarm, with a thread for each device. One per peer, made and used on the event loop.
+    """Serves experts to the swarm, with a thread for each device. A peer has one server, and uses it on the event loop.
 
-    ``events`` gets a `Fault` when the code of an expert fails, and a `PeerRefused` when a caller's tensors are
-    refused. While ``gate`` is closed, new calls get a busy answer, and admitted calls wait.
+    ``events`` gets a `Fault` when the code of an expert fails, and a `PeerRefused` when the server refuses a caller's
+    tensors. While ``gate`` is closed, new calls get a busy answer, and admitted calls wait.
     """
 
     def __init__(
@@ -343,7 +343,7 @@ class ExpertServer:
         return self._threads[device].run(function)
 
     def emptiest(self, devices: Sequence[torch.device]) -> torch.device:
-        """Return the one of these devices that has the fewest experts."""
+        """Return the device that has the fewest experts."""
         busy = Counter(served.expert.device for served in self._served.values())
         return min(devices, key=lambda device: busy[device])
 
@@ -352,7 +352,7 @@ class ExpertServer:
         self._served[expert.uid] = _Served(expert)
 
     def remove(self, uid: str) -> Expert:
-        """Refuse calls of this expert, also those that wait; a batch may still run on its device."""
+        """Refuse calls of this expert, also waiting ones; return the expert. A batch may still run on its device."""
         return self._served.pop(uid).expert
 
     def statistics(self) -> dict[str, ExpertStatistics]:
@@ -422,7 +422,7 @@ class ExpertServer:
         return Call(key, stream.peer, opening.samples, size_bytes, loop.time(), codec, answer)
 
     async def _receive(self, call: Call, stream: Stream) -> float | None:
-        """Receive a call's tensors; return None, or the seconds to wait before a retry if memory ran out."""
+        """Receive a call's tensors; return None, or, if memory ran out, the seconds to wait before a retry."""
         numel = call.samples * math.prod(call.key.shape)
         for _ in range(1 + call.key.backward):
             for span in spans(numel, call.codec):
@@ -462,7 +462,10 @@ class ExpertServer:
             await end_tasks(leaving)
 
     def _work(self, device: torch.device) -> list[list[tuple[Call, Outcome]]]:
-        """Begin the next batch; return the answers of the batch before, and of this batch if no other follows."""
+        """Begin the next batch; return the answers of the batch before.
+
+        On a CPU, and if no other batch follows, also return the answers of this batch.
+        """
         began = time.perf_counter()
         with self._lock:
             calls = self._batching.take(device)
@@ -525,7 +528,7 @@ def _gone(uid: str) -> Refusal:
 
 
 def fits(shape: Sequence[int], expected: Sequence[int]) -> bool:
-    """Return True if an expert of the shape ``expected`` takes samples of this shape."""
+    """Return True if an expert takes samples of ``shape``; ``expected`` is the expert's own shape."""
     if len(shape) != len(expected):
         return False
     for side, wanted in zip(shape, expected, strict=True):

@@ -1,7 +1,7 @@
-"""Directory of live experts: hosts announce their experts, trainers look them up.
+"""Directory of live experts: hosts announce their experts, and trainers look them up.
 
-Look-ups are cached at most until a record expires, on this peer's monotonic clock. `Directory.rivals` has the
-rule for two hosts of one expert. See `colab_swarm.moe.grid` for the records and the beam search.
+The directory caches look-ups, and ignores a cached record after its expiration on this peer's monotonic clock.
+`Directory.rivals` has the rule for two hosts of one expert. `colab_swarm.moe.grid` has the records and the beam search.
 """
 
 import asyncio
@@ -57,7 +57,7 @@ PAGES_AT_ONCE = 16
 class Cache:
     """Caches the listings of pages. ``await load(page, old, fresh)`` returns a listing and its life in seconds.
 
-    ``old`` is the cached listing, or None; ``fresh`` is as in `get`.
+    ``old`` is the cached listing, or None. ``fresh`` has the same meaning as in `get`.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class Cache:
         self.loads = 0
 
     def peek(self, key: GridPage) -> Listing | None:
-        """Return the cached listing, or None; after half its life the listing is refreshed in the background."""
+        """Return the cached listing, or None. After half of the listing's life, refresh it in the background."""
         now = self._loop.time()
         if key not in self._entries or self._entries[key][2] <= now:
             return None
@@ -82,9 +82,9 @@ class Cache:
         return value
 
     async def get(self, keys: Iterable[GridPage], *, fresh: bool = False) -> dict[GridPage, Listing]:
-        """Return the listings of all pages; those that are not cached are read in parallel.
+        """Return the listings of all pages; read the pages that are not cached in parallel.
 
-        ``fresh``: read all pages now, without the cache and without reads that have begun earlier.
+        If ``fresh``, read all pages now, and use neither the cache nor reads that began earlier.
         """
         listings: dict[GridPage, Listing] = {}
         reads: dict[GridPage, asyncio.Task[Listing]] = {}
@@ -123,7 +123,7 @@ class Cache:
 
 
 class Directory:
-    """One peer's view of all experts of a run; the peer's announcements expire after ``ttl_s``."""
+    """One peer's view of all experts of a run. The peer's own announcements expire after ``ttl_s``."""
 
     def __init__(self, services: RunServices, *, ttl_s: float = TTL_S) -> None:
         self.ttl_s = ttl_s
@@ -143,9 +143,9 @@ class Directory:
         await self._cache.close()
 
     async def announce(self, grid: Grid, experts: Mapping[str, tuple[tuple[int, ...], int]]) -> None:
-        """Announce that this peer serves ``experts``, a mapping from each expert's uid to its sample shape and step.
+        """Announce that this peer serves ``experts``, a mapping from an expert's uid to its sample shape and step.
 
-        The call also renews this peer's other announcements and claims in the grid.
+        Also renew this peer's other announcements and claims in the grid.
         """
         for uid, (shape, step) in experts.items():
             self._hold(grid, grid.index(uid), shape, step)
@@ -159,10 +159,10 @@ class Directory:
         await self._publish(grid, gone)
 
     async def claim(self, grid: Grid, count: int, *, wanted: Collection[str] | None = None) -> list[str]:
-        """Claim ``count`` vacant places, among ``wanted`` or anywhere, and return their experts' names.
+        """Claim ``count`` vacant places, among ``wanted`` or anywhere, and return the names of these places' experts.
 
-        Returns fewer if there are not enough vacant places. If several peers claim a place, one of them gets it.
-        Announce the experts within ``ttl_s``, before the claims expire.
+        If there are not enough vacant places, return fewer names. If several peers claim a place, one of them gets it.
+        The claims expire after ``ttl_s``, so announce the experts before.
         """
         held: list[str] = []
         while chosen := await self._vacant(grid, count - len(held), wanted):
@@ -180,8 +180,8 @@ class Directory:
     async def rivals(self, grid: Grid, uids: Iterable[str]) -> list[str]:
         """Return the experts of this peer that another peer claimed earlier. This peer must give them up.
 
-        This can happen after a race or a network partition. The peer with the earliest claim hosts an expert; of
-        equal claims, the peer with the smaller id. Callers prefer the same host.
+        Two peers can claim one expert in a race or during a network partition. The peer with the earliest claim hosts
+        the expert. If claims are equal, the peer with the smallest id hosts it. Callers prefer the same host.
         """
         mine = self._mine.get(grid, {})
         claims = {index: mine[index].claimed_ms for index in map(grid.index, uids) if index in mine}
@@ -267,7 +267,7 @@ class Directory:
         return sorted(position for position in positions if witnesses[position] < WITNESSES)
 
     async def find(self, grid: Grid, uid: str) -> ExpertInfo | None:
-        """Return the expert's host, shape and step; None if it is dead or banned."""
+        """Return an expert's host, shape and step; None if the expert is dead or banned."""
         index = grid.index(uid)
         for fresh in (False, True):  # the first read is quick, and may have missed the expert
             listings = await self._cache.get([GridPage.of(grid, index)], fresh=fresh)
@@ -292,8 +292,9 @@ class Directory:
     async def best(self, grid: Grid, scores: Sequence[Floats], k: int) -> list[list[ExpertInfo]]:
         """Return for each sample the ``k`` best experts that can be called, or fewer, best first.
 
-        ``scores`` are an array (samples, sides[i]) for each dimension i; an expert's score is the sum over its
-        indices. Raises `NoExpertsError` if no expert is live, `ValueError` for scores of other shapes.
+        ``scores`` has an array (samples, sides[i]) for each dimension i of the grid. An expert's score is the sum of
+        the scores at its indices. Raises `NoExpertsError` if no expert can be called, and `ValueError` if the scores
+        have other shapes.
         """
         shapes = [s.shape for s in scores]
         if not shapes or shapes != [(shapes[0][0], side) for side in grid.sides]:
@@ -377,23 +378,23 @@ class Directory:
         return Listing(by_host), CACHE_S if is_served else ABSENT_S
 
     def on_failure(self, info: ExpertInfo, reason: str) -> None:
-        """Ban an expert at this host after a failed call, longer each time; it can still be called at another host."""
+        """Ban an expert at this host after a failed call, longer each time. Other hosts of the expert stay callable."""
         seconds = self._bans.fail((info.uid, info.host.id), self._now())
         if seconds is not None:
             self._events.emit(ExpertBanned(self._now(), info.uid, reason, seconds))
 
     def on_success(self, info: ExpertInfo) -> None:
-        """Credit the host of an expert that answered, and lift the expert's ban."""
+        """Credit the host of an expert that answered, and lift the expert's ban at this host."""
         self._expert_calls[info.host.id] += 1
         self._bans.forgive((info.uid, info.host.id))
 
     def banned(self) -> set[str]:
-        """Return the experts that this peer does not call for a while because they failed."""
+        """Return the experts that failed, and that this peer therefore does not call for a while."""
         return {uid for uid, _ in self._bans.ends(self._now())}
 
 
 def _pages_below(grid: Grid, prefixes: Iterable[Index]) -> list[GridPage]:
-    """Return the pages with the children of these prefixes, without duplicates."""
+    """Return the pages that contain the children of these prefixes, without duplicates."""
     pages: dict[GridPage, None] = {}
     for prefix in prefixes:
         pages.update(dict.fromkeys(GridPage.below(grid, prefix)))

@@ -2,12 +2,13 @@
 
 Forward has no side effect. Backward computes forward again, as gradient checkpointing does, and then immediately
 takes an optimizer step (Learning@home, section 3.2). A merged batch gets one step on the sum of its gradients.
-Avoid `BatchNorm`, because its statistics would be those of merged calls. Avoid `nn.Dropout`, because its mask in
-backward would differ from that in forward; `PaperTransformerBlock` shows a way.
+Avoid `BatchNorm`, because it would compute its statistics over merged calls. Avoid `nn.Dropout`, because backward would
+draw another mask than forward. `PaperTransformerBlock` shows how to draw the same mask.
 
-Weights are float32. A lower precision is that of autocast. With float16, a gradient is scaled so that its
+Weights are float32. Autocast computes in a lower precision. With float16, the expert scales a gradient so that its
 largest value is about 1, far from the values that float16 rounds to zero or infinity. If the device's memory runs
-out, a batch is computed in parts half as large. The outputs are the same, and the whole batch still gets one step.
+out, the expert computes the batch in parts half as large. The outputs are the same, and the whole batch still gets one
+step.
 """
 
 import logging
@@ -46,13 +47,13 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 
 def accelerators() -> tuple[torch.device, ...]:
-    """Return this machine's GPUs; the CPU if it has none."""
+    """Return this machine's GPUs; if it has none, return the CPU."""
     gpus = tuple(torch.device("cuda", index) for index in range(torch.cuda.device_count()))
     return gpus or (torch.device("cpu"),)
 
 
 def devices_named(names: str | Sequence[str]) -> tuple[torch.device, ...]:
-    """Return the devices of these names; "all": the GPUs, or the CPU if there is none. Raises ValueError for others."""
+    """Return the devices of these names. "all" stands for `accelerators`. Raises ValueError for unknown names."""
     if names == "all":
         return accelerators()
     here = {str(device): device for device in (torch.device("cpu"), *accelerators())}
@@ -62,9 +63,10 @@ def devices_named(names: str | Sequence[str]) -> tuple[torch.device, ...]:
 
 
 def dtype_named(name: str, device: torch.device) -> torch.dtype:
-    """Return the dtype in which experts compute on ``device``; "auto": one of 16 bits on a GPU.
+    """Return the dtype in which experts compute on ``device``.
 
-    Raises ValueError for other names.
+    "auto" stands for bfloat16 on a GPU that supports it, float16 on any other GPU, and float32 on a CPU. Raises
+    ValueError for unknown names.
     """
     if name == "auto" and device.type == "cuda":
         with torch.cuda.device(device):
@@ -79,7 +81,7 @@ def dtype_named(name: str, device: torch.device) -> torch.dtype:
 
 @dataclass(frozen=True)
 class ExpertRule:
-    """How an expert learns: functions that make its optimizer and its scheduler, which advances with each step."""
+    """How an expert learns: functions that make its optimizer and its scheduler. Each step advances the scheduler."""
 
     optimizer: Callable[[Iterable[Parameter]], Optimizer]
     scheduler: Callable[[Optimizer], LRScheduler] | None = None
@@ -90,7 +92,7 @@ class ExpertRule:
 
 
 ADAM = ExpertRule(partial(torch.optim.Adam, lr=1e-3), max_grad_norm=1.0)
-"""How experts learn by default. The published rule is `PAPER_RULE`, which does not clip gradients."""
+"""How experts learn by default. The published rule, `PAPER_RULE`, does not clip gradients."""
 PAPER_RULE = ExpertRule(partial(torch.optim.Adam, lr=1e-3, amsgrad=True))
 """How experts learn in the published code of Learning@home."""
 
@@ -98,8 +100,8 @@ PAPER_RULE = ExpertRule(partial(torch.optim.Adam, lr=1e-3, amsgrad=True))
 class Expert:
     """A module that learns from its callers. After construction, only the thread of its device may use it.
 
-    ``module`` maps a float32 tensor (n, *sample) to the same shape; -1 in ``sample``: any length. The module is
-    moved to ``device``, by default the first of `accelerators`, and computes there in ``dtype``.
+    ``module`` maps a float32 tensor (n, *sample) to the same shape. A -1 in ``sample`` stands for any length. The
+    expert moves the module to ``device``, by default the first of `accelerators`, and computes there in ``dtype``.
     """
 
     def __init__(
@@ -131,7 +133,7 @@ class Expert:
 
     @torch.no_grad()
     def forward(self, inputs: Tensor) -> Tensor:
-        """Return the outputs for ``inputs`` (n, *shape), on the device; the module does not change, nor its buffers."""
+        """Return the outputs for ``inputs`` (n, *shape), on the device. The module and its buffers do not change."""
 
         def outputs(samples: int, inputs: Tensor) -> Tensor:
             parts = torch.split(inputs, samples)
@@ -142,8 +144,8 @@ class Expert:
     def backward(self, inputs: Tensor, grads: Tensor) -> Tensor:
         """Take one optimizer step, and return the loss's gradient w.r.t. ``inputs``, on the device.
 
-        ``grads`` is the loss's gradient w.r.t. the outputs. Raises `FloatingPointError` if a gradient is not finite;
-        the expert is then unchanged.
+        ``grads`` is the loss's gradient w.r.t. the outputs. Raises `FloatingPointError` if a gradient or a new buffer
+        is not finite. After this error the expert is unchanged.
         """
         scale = self._loss_scale(grads)
         try:
@@ -175,7 +177,7 @@ class Expert:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a `state_dict`. After a `StateError` do not use this expert: only a part of it was loaded."""
+        """Continue from a `state_dict`. After a `StateError`, do not use this expert: it may be loaded only in part."""
         try:
             self.module.load_state_dict(state["module"])
             for key, part in self._learning.items():
@@ -203,7 +205,7 @@ class Expert:
     def _gradients(
         self, scale: float, samples: int, inputs: Tensor, grads: Tensor
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Sum up the gradients of the parameters; return the gradients w.r.t. the inputs, and the changed buffers."""
+        """Add up the gradients of the parameters; return the gradients w.r.t. the inputs, and the changed buffers."""
         self._forget_gradients()
         buffers = self._buffers()
         changes = []
@@ -222,7 +224,7 @@ class Expert:
         return joined, buffers
 
     def _loss_scale(self, grads: Tensor) -> float:
-        """Return the power of two that scales the largest gradient to between 0.5 and 1; 1 if not in float16."""
+        """Return the power of two that scales the largest gradient to between 0.5 and 1; without float16, return 1."""
         if self._dtype != torch.float16:
             return 1.0
         _, exponent = math.frexp(float(grads.abs().max()))
@@ -259,14 +261,14 @@ def _joined(parts: list[Tensor]) -> Tensor:
 
 
 def kinds_of(state: Any) -> dict[str, Kind]:
-    """Return the type and the shape of each tensor of a state; raise `TypeError` if it cannot be saved."""
+    """Return the type and the shape of each tensor of a state; raise `TypeError` if the state cannot be saved."""
     tensors, _ = flatten(state)
     return {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
 
 
 @dataclass(frozen=True)
 class ExpertModel:
-    """The memory that experts of one kind need, in bytes, and the tensors of their state."""
+    """The memory in bytes that experts of one kind need, and the tensors of their state."""
 
     each: int  # weights, buffers and optimizer state of one expert
     gradients: int  # of one expert
@@ -291,9 +293,10 @@ def _usual(sample: Sequence[int]) -> tuple[int, ...]:
 
 
 def measure(expert: Expert) -> ExpertModel:
-    """Let an expert take a step, and measure its memory.
+    """Let an expert take a step, and measure the expert's memory.
 
-    Raises `ValueError` if the module cannot process samples of its shape, `TypeError` if its state cannot be saved.
+    Raises `ValueError` if the module cannot process samples of the expert's shape, and `TypeError` if the expert's
+    state cannot be saved.
     """
     module = expert.module
     known = {tensor.data_ptr() for tensor in (*module.parameters(), *module.buffers())}
@@ -338,8 +341,8 @@ class BatchLimits:
     """Limits of one batch and of all calls together."""
 
     max_batch_size: int = 4096  # most samples in a batch of merged calls
-    max_batch_bytes: int = 128 << 20  # of the tensors of a batch as float32, and therefore also of one call
-    max_held_bytes: int = 512 << 20  # of all admitted calls together
+    max_batch_bytes: int = 128 << 20  # most bytes of a batch's tensors as float32; also the limit of one call
+    max_held_bytes: int = 512 << 20  # most received bytes of all admitted calls together
 
 
 @dataclass(frozen=True)
@@ -350,11 +353,11 @@ class HostPlan:
     sample: tuple[int, ...]  # shape of one sample
     model: ExpertModel
     devices: tuple[torch.device, ...] = (torch.device("cpu"),)  # experts are spread over them
-    dtype: str = "float32"  # in which the experts compute, or "auto"
+    dtype: str = "float32"  # the dtype in which the experts compute, or "auto"
     count: int = 1  # how many experts to host
     capacity: int = 1  # the most experts to host after other hosts died
-    uids: tuple[str, ...] | None = None  # host only these; None: any
-    arithmetic: str = ""  # explains the count in a sentence
+    uids: tuple[str, ...] | None = None  # host only the experts of these names; None: any expert
+    arithmetic: str = ""  # a sentence that explains the count
     copies: int = 2  # how many other peers keep each expert's saves
     spare: int = 4  # how many experts of dead hosts to take over beyond `count`, if memory allows
     save_s: float = 60.0  # between two saves
@@ -381,9 +384,9 @@ def plan_host(
 ) -> HostPlan:
     """Build one expert, let it take a step, and compute how many experts these devices can host.
 
-    ``sample`` None: use the module's attribute ``sample``. ``count`` may be a list of names: then only the experts
-    with these names are hosted. None: three quarters of the number that fits in the free memory. Raises `ValueError`
-    if no expert fits, or an argument is not usable; `TypeError` if an expert's state cannot be saved.
+    By default, ``sample`` is the module's attribute ``sample``. ``count`` is the number of experts to host, or a list
+    with the names of these experts. By default it is three quarters of the number that fits in the free memory. Raises
+    `ValueError` if no expert fits or an argument is not usable, and `TypeError` if an expert's state cannot be saved.
     """
     chosen = devices_named(devices)
     module = make_expert()

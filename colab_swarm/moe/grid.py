@@ -1,12 +1,12 @@
 """Names of experts on a grid ``prefix.u_0.….u_(d-1)``, their records, and the beam search.
 
-Records. The experts, and also the prefixes of each length, are numbered row by row. `PAGE` neighbours form a page,
+Records. The grid numbers its experts row by row, and also its prefixes of each length. `PAGE` neighbours form a page,
 which has one key in the DHT. Under this key each host stores one signed record. In a page of experts, the record has
-the host's addresses and experts. In a page of prefixes, it has the prefixes that lead to the host's live experts; it
-is enough that two hosts announce a prefix. `CLAIMED` is the step of a place that a host has claimed but does not
-serve yet.
+the host's addresses and experts. In a page of prefixes, the record has the prefixes that lead to the host's live
+experts. If two other hosts announce a prefix, a host need not announce it too. `CLAIMED` is the step of a place that a
+host has claimed but does not serve yet.
 
-Search. This is SelectExperts of Learning@home (section 3.1, Algorithm 1) for a whole batch. Below a
+Search. The search is SelectExperts of Learning@home (section 3.1, Algorithm 1) for a whole batch. Below a
 prefix that was not looked up, the search treats all experts as live. The caller then looks up all unknown
 prefixes of the search together and searches again, until no prefix is unknown.
 
@@ -53,7 +53,7 @@ Length: TypeAlias = Annotated[int, msgspec.Meta(ge=-1, lt=1 << 31)]
 
 @dataclass(frozen=True)
 class Grid:
-    """All places for experts of one kind. A place is a point of the grid, at which one expert may be hosted."""
+    """All places for experts of one kind. A place is a point of the grid, and has room for one expert."""
 
     prefix: str  # name of the kind within the run: letters, digits, ``_``, ``-``; no digit after a dot
     sides: tuple[int, ...]  # number of indices along each dimension
@@ -95,7 +95,7 @@ class Grid:
             return False
 
     def number(self, index: Index) -> int:
-        """Return the number of an expert or prefix among all of the same length, counted row by row."""
+        """Return the number of an expert or prefix among all entries of the same length, counted row by row."""
         number = 0
         for position, side in zip(index, self.sides, strict=False):
             number = number * side + position
@@ -109,7 +109,7 @@ class GridPage(NamedTuple):
     """`PAGE` neighbouring experts, or prefixes of one length, whose records share a key in the DHT."""
 
     grid: Grid
-    depth: int  # number of coordinates of each; experts have all coordinates of the grid
+    depth: int  # number of coordinates of each entry; an expert has all coordinates of the grid
     number: int
 
     @classmethod
@@ -129,7 +129,7 @@ class GridPage(NamedTuple):
         return f"{run_id}/experts/{self.grid.prefix}/{sides}/{self.depth}/{self.number}"
 
     def index_at(self, position: int) -> Index | None:
-        """Return the expert or prefix at a position of the page; None beyond the grid's end."""
+        """Return the expert or prefix at a position of the page; beyond the grid's end, return None."""
         sides = self.grid.sides[: self.depth]
         number = self.number * PAGE + position
         if number < math.prod(sides):
@@ -137,13 +137,13 @@ class GridPage(NamedTuple):
         return None
 
     def indices(self, positions: Iterable[int]) -> set[Index]:
-        """Return the experts or prefixes at these positions, without those beyond the grid's end."""
+        """Return the experts or prefixes at these positions; ignore positions beyond the grid's end."""
         return {index for index in map(self.index_at, positions) if index is not None}
 
 
 @dataclass(frozen=True)
 class ExpertInfo:
-    """One host's announcement of an expert. In a page of prefixes, of a prefix that leads to the host's experts."""
+    """One host's announcement of an expert or, in a page of prefixes, of a prefix that leads to the host's experts."""
 
     uid: str  # its name, ``prefix.u_0.….u_(d-1)``
     host: Contact  # the peer that serves it; without addresses in a page of prefixes
@@ -159,7 +159,7 @@ class ExpertInfo:
 
 
 class ExpertPlace(Message, frozen=True):
-    """One expert of a page; in a page of prefixes, one prefix that leads to experts."""
+    """One expert of a page or, in a page of prefixes, one prefix that leads to experts."""
 
     index: Annotated[int, msgspec.Meta(ge=0, lt=PAGE)]  # in its page
     # the host's swarm time when it claimed the place, milliseconds
@@ -170,7 +170,7 @@ class ExpertPlace(Message, frozen=True):
 
 
 class GridRecord(Message, frozen=True):
-    """A host's places in a page, and the host's addresses, which are left out in a page of prefixes."""
+    """A host's places in a page, and the host's addresses. In a page of prefixes, there are no addresses."""
 
     addresses: tuple[str, ...]
     places: Annotated[tuple[ExpertPlace, ...], msgspec.Meta(max_length=PAGE)]
@@ -235,7 +235,7 @@ class Listing:
         return positions
 
     def live(self, position: int, now: float) -> Iterator[ExpertInfo]:
-        """Yield the announcements of a position that have not expired; the first is that of the earliest claim."""
+        """Yield the announcements of a position that have not expired, the earliest claim first."""
         for info in self._by_position.get(position, ()):
             if info.until > now:
                 yield info
@@ -248,7 +248,7 @@ class Listing:
         return None
 
     def mask(self, now: float, bans: Bans) -> Mask:
-        """Return a mask of the page's usable positions; it is computed again only after a change."""
+        """Return a mask of the page's usable positions. Compute it again only after a change."""
         if self._mask_version != bans.version or now >= self._mask_until:
             self._mask = np.zeros(PAGE, np.bool_)
             ends = [*bans.ends(now).values()]
@@ -265,11 +265,11 @@ def beam_search(
 ) -> tuple[list[list[Index]], list[Index]]:
     """Find the ``k`` best live experts of each sample, best first.
 
-    Also returns the prefixes that the caller must look up; the experts are valid only if there are none. After each
-    dimension, the search keeps the ``k`` best live prefixes, except those that turn out to have no live child. Of
-    equal scores the smaller index wins; NaN is the worst score. ``scores`` are an array (N, sides[i]) for each
-    dimension i; an expert's score is the sum over its indices. ``children`` returns the live next indices of a prefix
-    as a read-only mask (M,), or None if the prefix was not looked up yet.
+    Also returns the prefixes that the caller must look up. If there are such prefixes, the experts are not valid yet.
+    After each dimension, the search keeps the ``k`` best live prefixes. It drops a prefix that turns out to have no
+    live child. If scores are equal, the smaller index wins. NaN is the worst score. ``scores`` has an array
+    (N, sides[i]) for each dimension i. An expert's score is the sum of the scores at its indices. ``children`` returns
+    the live next indices of a prefix as a read-only mask (M,), or None if the prefix was not looked up yet.
     """
     clean = [np.nan_to_num(s.astype(np.float64), nan=-_HUGE, posinf=_HUGE, neginf=-_HUGE) for s in scores]
     # for each prefix, the next indices that lead to no live expert
@@ -288,7 +288,7 @@ def _descend(
 ) -> tuple[bool, set[Index], list[Index], _Ints]:
     """Search once through all dimensions.
 
-    Returns whether ``barren`` has grown, the unknown prefixes, the experts found, and the best of them per sample.
+    Returns whether ``barren`` has grown, the unknown prefixes, the experts found, and each sample's best experts.
     """
     samples = len(scores[0])
     unknown = set[Index]()
@@ -321,7 +321,7 @@ def _descend(
 
 
 def _best(sums_NBM: _Doubles, beam_NB: _Ints, count: int) -> tuple[_Ints, _Doubles]:
-    """Return the ``count`` largest sums of each sample, and their codes: M * prefix + index, or `_NONE`."""
+    """Return the codes and values of each sample's ``count`` largest sums. A code is M * prefix + index, or `_NONE`."""
     samples, width, side = sums_NBM.shape
     values = sums_NBM.reshape(samples, width * side)
     worthy = values > -np.inf

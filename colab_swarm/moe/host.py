@@ -1,8 +1,9 @@
 """Hosting experts, and the experts API of a swarm: hosts, layers, remote experts and panels.
 
-A host first hosts the experts that are saved on its disk. Next are experts that other peers saved and that no peer
-hosts, then vacant names. If memory is left, it takes over experts of dead hosts, each from the newest complete save
-that fits. An expert's share of the work is its part of all steps of the last minute.
+A host first hosts the experts that are saved on its disk. Then it hosts experts that other peers saved and that no peer
+hosts, and then new experts of vacant names. If memory is left, the host takes over experts of dead hosts. It loads each
+expert from the newest complete save that fits. An expert's share of the work is its fraction of all optimizer steps of
+the last minute.
 """
 
 import asyncio
@@ -40,7 +41,7 @@ REST = 3  # after upkeep, pause at least this many times as long as it took, to 
 class HostResources:
     """The resources that all hosts of one peer share: the threads of the devices, and ``folder``.
 
-    Only one process may use the folder. ``folder`` None: a temporary folder, which is deleted by `close`.
+    Only one process may use the folder. Without a ``folder``, the host uses a temporary folder, and `close` deletes it.
     """
 
     def __init__(self, services: RunServices, directory: Directory, folder: Path | None) -> None:
@@ -101,11 +102,11 @@ class ExpertHost(AbstractContextManager["ExpertHost"]):
         return self._show(self)
 
     def save(self) -> None:
-        """Save the experts that have changed now, on this disk and at other peers."""
+        """Save now all experts that have changed, on this disk and at other peers."""
         self._runtime.call(self.save_changed())
 
     def wait(self, seconds: float) -> None:
-        """Wait for ``seconds`` while the experts are served; an interrupt ends only the wait."""
+        """Wait for ``seconds`` while the host serves its experts. An interrupt ends only the wait."""
         self._runtime.call(asyncio.sleep(seconds))
 
     def close(self) -> None:
@@ -115,7 +116,7 @@ class ExpertHost(AbstractContextManager["ExpertHost"]):
             self._runtime.call(self.withdraw())
 
     def kill(self) -> list[asyncio.Task[Any]]:
-        """End as a killed process would; return the tasks that are ending. On the event loop, to simulate crashes."""
+        """End like a killed process, to simulate a crash; return the tasks that are ending. Call on the event loop."""
         self.stopped = True
         self._saves.kill()
         return self._tasks.cancel()
@@ -130,7 +131,7 @@ class ExpertHost(AbstractContextManager["ExpertHost"]):
         return f"ExpertHost({self.grid}, {len(self.experts)} of {self.plan.count} experts, {steps:,} steps)"
 
     async def start(self) -> None:
-        """Host those of the requested experts whose names are vacant."""
+        """Host the requested number of experts, or fewer if not enough names are vacant."""
         plan = self.plan
         self._tasks.every(self._directory.ttl_s / 3, self._announce, rest=REST)
         try:
@@ -231,7 +232,7 @@ class ExpertHost(AbstractContextManager["ExpertHost"]):
         await self._directory.announce(self.grid, experts)
 
     async def save_changed(self) -> None:
-        """Save the experts that have changed or have lost holders, and publish which experts have saves."""
+        """Save the experts that have changed or lost holders, and publish which experts have saves."""
         async with self._saving:
             others = await self._saves.others()
             for expert in [*self.experts.values()]:
@@ -264,7 +265,7 @@ class LiveExpert:
     host: str  # short id of its host
     mine: bool  # whether the host is this peer
     step: int  # number of its optimizer steps, as last announced
-    share: float | None  # its part of all steps of the last minute, 0 to 1; None while no expert learns
+    share: float | None  # its fraction of all steps of the last minute, 0 to 1; None while no expert learns
 
 
 @dataclass(frozen=True)
@@ -283,7 +284,7 @@ class ExpertsSnapshot:
 
 @dataclass(eq=False)
 class ExpertsWatch:
-    """Follows the experts of one grid; ``served`` returns the statistics of this peer's experts, on the event loop."""
+    """Follows the experts of one grid. On the event loop, ``served`` returns the statistics of this peer's experts."""
 
     runtime: Runner
     me: PeerId
@@ -302,7 +303,7 @@ class ExpertsWatch:
         self._last = ExpertsSnapshot(self.grid)
 
     def snapshot(self) -> ExpertsSnapshot:
-        """Return the state, without waiting for a peer. Call it from any thread except the event loop's."""
+        """Return the state without waiting for a peer. Call this method from any thread except the event loop's."""
         if self._closed:
             return replace(self._last, over=True)
         return self.runtime.call(self.look())
@@ -311,7 +312,7 @@ class ExpertsWatch:
         self._closed = True  # a `look` that is running may still replace the last snapshot
 
     async def look(self) -> ExpertsSnapshot:
-        """Return the state; if the experts were listed long ago, list them again in the background."""
+        """Return the state; if the last listing is older than `LIST_EVERY_S`, list the experts in the background."""
         if loop_now() - self._began_at >= LIST_EVERY_S and (self._listing is None or self._listing.done()):
             self._began_at = loop_now()
             self._listing = asyncio.create_task(self._list(), name="list experts")

@@ -1,7 +1,8 @@
 """A torch layer whose experts run on other peers (Learning@home, sections 3.1 and 3.2).
 
-In each direction, the layer makes one call per expert, all in parallel. The mixing weights are renormalised over the
-experts that answered. Do not scale the loss (`GradScaler`), because experts step on the gradients that they receive.
+In each direction, the layer makes one call per expert, and all calls run in parallel. The layer renormalises the mixing
+weights over the experts that answered. Do not scale the loss (`GradScaler`), because experts step on the gradients that
+they receive.
 
 Shapes: B samples, K chosen experts, G dimensions of the grid, E experts that answered, M indices of
 a dimension, S the shape of a sample, D values of a sample.
@@ -31,7 +32,10 @@ Places: TypeAlias = npt.NDArray[np.intp]
 
 
 class Gating(nn.Module):
-    """``g(x, f) = sum_i g_i(x)[u_i]``, one linear map per dimension (Learning@home, section 3.2)."""
+    """``g(x, f) = sum_i g_i(x)[u_i]`` for the expert f at the indices u_i (Learning@home, section 3.2).
+
+    Each dimension i of the grid has one linear map g_i.
+    """
 
     def __init__(self, dim: int, sides: Sequence[int]) -> None:
         super().__init__()
@@ -44,13 +48,13 @@ class Gating(nn.Module):
 
 
 def priorities(scores: Sequence[Tensor], indices_BKG: Tensor) -> Tensor:
-    """Return the priorities (B, K) of the experts at these indices, differentiable in the scores."""
+    """Return the priorities (B, K) of the experts at these indices, each the sum of its scores. Differentiable."""
     parts_BK = [score_BM.gather(1, indices_BKG[:, :, i]) for i, score_BM in enumerate(scores)]
     return torch.stack(parts_BK).sum(0)
 
 
 def mixing_weights(priorities_BK: Tensor, answered_BK: Tensor) -> Tensor:
-    """Return the softmax over the experts that answered, 0 for the others."""
+    """Return the softmax of the priorities over the experts that answered. The other experts have weight 0."""
     lowest = torch.finfo(priorities_BK.dtype).min
     weights_BK = priorities_BK.masked_fill(~answered_BK, lowest).softmax(1)
     return weights_BK.masked_fill(
@@ -61,8 +65,8 @@ def mixing_weights(priorities_BK: Tensor, answered_BK: Tensor) -> Tensor:
 def balance_loss(importance_E: Tensor, idle: int) -> Tensor:
     """Return the squared coefficient of variation of the importances (Shazeer et al. 2017, eq. 6-7), >= 0.
 
-    ``importance_E`` are the experts' sums of weights over the batch. There are ``idle`` other known experts, with
-    importance 0.
+    ``importance_E`` has each expert's sum of weights over the batch. There are ``idle`` other known experts, whose
+    importance is 0.
     """
     count = max(1, len(importance_E) + idle)
     mean = importance_E.sum() / count
@@ -86,10 +90,10 @@ class _RemoteFunction(torch.autograd.Function):
 
 
 def attach_backward(inputs: Tensor, values: Floats, backward: Callable[[Floats], Floats]) -> Tensor:
-    """Return ``values`` as a function of ``inputs``, whose gradient ``backward`` computes remotely.
+    """Return ``values`` as a differentiable function of ``inputs``. ``backward`` computes the gradient remotely.
 
-    The backward call is made even if the inputs need no gradient, because experts learn from it. The function is on the
-    CPU, because autograd has one thread per GPU for all callers: a call that waits there would stop the others.
+    Autograd calls ``backward`` even if the inputs need no gradient, because experts learn from this call. The function
+    is on the CPU. Autograd has one thread per GPU for all callers, and a call that waits there would stop the others.
     """
     if torch.is_grad_enabled() and not inputs.requires_grad:
         inputs = inputs.detach().requires_grad_()
@@ -104,8 +108,8 @@ def as_floats(tensor: Tensor) -> Floats:
 class RemoteExpert(nn.Module):
     """One expert as a module: forward and backward run on the expert's host, and each backward lets it learn.
 
-    Maps a tensor (..., *sample shape) to one of the same shape and dtype. The values are converted to float32 for
-    the expert. Raises `ValueError` if ``uid`` is not in the grid.
+    Maps a tensor (..., *sample shape) to a tensor of the same shape and dtype. The expert computes with float32 values.
+    Raises `ValueError` if ``uid`` is not in the grid.
     """
 
     def __init__(self, calls: ExpertCalls, grid: Grid, uid: str) -> None:
@@ -119,7 +123,7 @@ class RemoteExpert(nn.Module):
         return self.uid
 
     def info(self) -> ExpertInfo:
-        """Return the expert's current host, shape and step; raise `ExpertError` if no host was found in time."""
+        """Return the expert's current host, shape and step; raise `ExpertError` if no host is found in time."""
         calls = self._calls
         try:
             info = calls.runtime.call(
@@ -138,7 +142,8 @@ class RemoteExpert(nn.Module):
     def forward(self, inputs: Tensor) -> Tensor:
         """Return the expert's outputs.
 
-        Raises `ExpertError` if the expert failed, also in backward, and `ValueError` if the inputs do not fit.
+        Raises `ExpertError` if the expert fails, and `ValueError` if the inputs do not fit. If the expert fails in
+        backward, ``backward()`` raises `ExpertError`.
         """
         info = self.info()
         calls = self._calls
@@ -160,16 +165,16 @@ class RemoteExpert(nn.Module):
 
 
 class MixtureOfExperts(nn.Module):
-    """``y = sum_f w_f f(x)`` over the k best live experts, ``w`` the softmax of their priorities (eq. 1).
+    """``y = sum_f w_f f(x)`` over the k best live experts f, with the softmax ``w`` of their priorities (eq. 1).
 
-    Maps a tensor (..., dim), or (..., length, dim) with ``sequences``, to one of the same shape and
-    dtype. Experts learn when ``backward()`` runs through it. Deep copies share the statistics.
+    Maps a tensor (..., dim), or (..., length, dim) with ``sequences``, to a tensor of the same shape and
+    dtype. Experts learn when ``backward()`` runs through this layer. Deep copies share the statistics.
 
     Args:
-        k: experts called per sample.
+        k: number of experts that the layer calls per sample.
         k_min: number of answers per sample for which the layer waits until the calls time out.
-        grace_s: how long to wait for the other answers after the first ``k_min``. Later answers count as failed.
-        sequences: each sample is a sequence. It is sent to experts whole, and its mean is scored.
+        grace_s: seconds to wait for the other answers after the first ``k_min``. Later answers count as failed.
+        sequences: True if each sample is a sequence. Experts get whole sequences, and the gating scores their means.
     """
 
     def __init__(
@@ -208,7 +213,7 @@ class MixtureOfExperts(nn.Module):
 
     @property
     def utilisation(self) -> dict[str, float]:
-        """Each known expert's part of the recent work; they sum to 1."""
+        """Each known expert's fraction of the recent work. The fractions sum to 1."""
         return self._calls.shares()
 
     def statistics(self) -> MixtureStatistics:
@@ -218,8 +223,8 @@ class MixtureOfExperts(nn.Module):
     def forward(self, inputs: Tensor) -> Tensor:
         """Return the mixture. In a compiled model, this layer itself is not compiled.
 
-        Raises `NoExpertsError` if no expert is live, or no expert answered for any sample; `ValueError` if the inputs
-        do not fit this layer or the experts, or are not finite.
+        Raises `NoExpertsError` if no expert can be called, or if no expert answers for any sample. Raises `ValueError`
+        if the inputs do not fit this layer or the experts, or are not finite.
         """
         sample_axes = 2 if self.sequences else 1
         least_axes = 3 if self.sequences else 1
@@ -265,7 +270,7 @@ class MixtureOfExperts(nn.Module):
 
 
 class _Batch:
-    """Forward and backward of one batch. Tensor sizes do not depend on the answers, as gradient checkpointing needs."""
+    """Forward and backward of one batch. For gradient checkpointing, tensor sizes do not depend on the answers."""
 
     def __init__(self, layer: MixtureOfExperts, calls: ExpertCalls, inputs_BS: Floats) -> None:
         require(
@@ -327,7 +332,7 @@ class _Batch:
     async def _check_shapes(self, shapes: Set[tuple[int, ...]]) -> None:
         """Raise ValueError if no live expert takes samples of this layer's shape.
 
-        If only some hosts do not fit, calls to these hosts fail.
+        If only some experts take other shapes, only calls to these experts fail.
         """
         sample = self._inputs_BS.shape[1:]
         if not shapes or any(fits(sample, shape) for shape in shapes):

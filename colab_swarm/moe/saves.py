@@ -1,12 +1,14 @@
-"""Saves of experts: each is on its host's disk and at a few other peers, the *holders*.
+"""Saves of experts: each save is on its host's disk and at a few other peers, the *holders*.
 
-A save is a state in chunks (`colab_swarm.tensors.chunks`), named by its root. A holder downloads the save from its
-owner. A host that takes the expert over downloads it from the holders in the same way. Chunks that are already on
-the downloader's disk are not sent. A holder keeps the newest two saves per expert and owner, for a day.
+A save is a state in chunks (`colab_swarm.tensors.chunks`), named by its root hash. Its *owner* is the peer that hosted
+the expert and saved it. A holder downloads the save from the owner. If another host takes the expert over, it downloads
+the save from the holders in the same way. A downloader requests only chunks that are not on its disk. A holder keeps
+the newest two saves per expert and owner, for a day.
 
-The owner's signed record names two saves: the newest one, and the last safe one, which has at least as many holders
-as each save before it. So if the host and all holders except one are lost, only the steps since the last safe save
-are lost. Any peer may claim to have a save of any step. Claims are tried in order, beginning with the highest step.
+The owner's signed record names two saves: the newest save and the last *safe* save. A save is safe if it has at least
+as many holders as each save before it. So if the host and all holders except one are lost, only the steps since the
+last safe save are lost. Any peer may claim to have a save of any step. A new host tries the claims in order, beginning
+with the highest step.
 """
 
 import asyncio
@@ -74,10 +76,10 @@ class Save(msgspec.Struct, frozen=True):
 
 
 class ReplicaStore:
-    """The saves on this peer's disk: the saves owned by ``me``, and those of others within a quota. Thread-safe.
+    """The saves on this peer's disk: those that ``me`` owns, and saves of other peers within a quota. Thread-safe.
 
-    Each save is a file with the state, and a file with its record. Only one process may use the folder. Each read is
-    checked by its hash, so writes need not be synced to the disk.
+    Each save has a file with the state, and a file with the record. Only one process may use the folder. The store
+    checks the hash of each chunk that it reads, so it need not sync its writes to the disk.
     """
 
     def __init__(self, folder: Path, *, me: bytes, quota_bytes: int = 8 << 30) -> None:
@@ -98,9 +100,9 @@ class ReplicaStore:
                 _delete(path)
 
     def add(self, save: Save, blob: Blob) -> None:
-        """Write or renew a save; of this expert and owner, only the newest two saves are kept.
+        """Write or renew a save, and keep only the newest two saves of its expert and owner.
 
-        Raises `StateError` if there is not enough space, or the disk cannot be written.
+        Raises `StateError` if the quota has not enough space for a save of another peer, or if the disk refuses it.
         """
         path = self._path(save.owner, save.manifest.root)
         with self._changing:
@@ -118,11 +120,11 @@ class ReplicaStore:
             self._drop(sorted(same, key=lambda other: self._saves[other].at)[:-SAVES_OF_ONE])
 
     def manifest(self, root: bytes) -> Manifest | None:
-        """Return the manifest of a save of any owner; None if the save is not on this disk."""
+        """Return the manifest of a save of any owner, or None if the save is not on this disk."""
         return next((self._saves[path].manifest for path in self._files(root)), None)
 
     def read(self, root: bytes, digest: bytes) -> bytes | None:
-        """Return a chunk of a save, or None if it is missing or damaged. A damaged save is deleted."""
+        """Return a chunk of a save, or None if the chunk is missing or damaged. Delete a damaged save."""
         for path in self._files(root):
             manifest = self._saves[path].manifest
             chunks = [chunk for chunk in range(manifest.chunks) if manifest.digest(chunk) == digest]
@@ -139,12 +141,12 @@ class ReplicaStore:
         return None
 
     def saves(self, uid: str | None = None) -> list[Save]:
-        """Return the saves of one expert, or all saves; the highest step comes first."""
+        """Return the saves of one expert, or all saves, with the highest step first."""
         saves = [save for save in [*self._saves.values()] if uid in (None, save.uid)]
         return sorted(saves, key=lambda save: (save.manifest.step, save.at), reverse=True)
 
     def room_bytes(self, owner: bytes, root: bytes) -> int:
-        """Return the number of bytes that are free for this save of another peer."""
+        """Return the number of bytes that the quota leaves for this save of another peer."""
         free_bytes = self._quota_bytes
         for path, save in [*self._saves.items()]:
             if save.owner != self._me and path != self._path(owner, root):
@@ -177,7 +179,7 @@ def _delete(path: Path) -> None:
 
 
 class KeepSave(Message, frozen=True):
-    """Asks a peer to download the caller's save with this root, and to keep it; the peer answers `Ack` afterwards."""
+    """Asks a peer to download the caller's save with this root, and to keep it. The peer then answers `Ack`."""
 
     root: Digest
 
@@ -299,7 +301,7 @@ class ExpertSaves:
         await send_chunks(ask, stream, read)
 
     def due(self, uid: str, step: int, others: Set[PeerId], copies: int) -> bool:
-        """Return True if a save would store newer steps, reach more holders, or renew a record."""
+        """Return True if a save would store newer steps, repeat a failed one, reach more holders, or renew a record."""
         last = self.results.get(uid)
         if last is None or last.step != step or last.fault:
             return True
@@ -307,7 +309,7 @@ class ExpertSaves:
         return lacking or self._peers.time() - last.at > KEPT_S / 24
 
     async def save(self, saved: Snapshot, others: Set[PeerId], copies: int) -> SaveResult:
-        """Write a save on this disk and at ``copies`` of the ``others``, then publish it."""
+        """Write a save on this disk and at ``copies`` of the ``others``, then publish its record."""
         uid = saved.manifest.subject.decode()
         step = saved.manifest.step
         fault = await self.write(saved)
@@ -331,7 +333,7 @@ class ExpertSaves:
         return result
 
     async def write(self, saved: Snapshot) -> str | None:
-        """Write a save on this disk; return the text of the error, or None."""
+        """Write a save on this disk; return None, or the text of the error."""
         try:
             await self._store(self._peers.id, saved)
         except StateError as error:
@@ -346,7 +348,7 @@ class ExpertSaves:
         since = self._peers.time() - PATIENCE_S
 
         def rank(peer: PeerId) -> tuple[bool, float, bytes]:
-            """Sort former holders first, then peers that have not failed lately, then in a random order per expert."""
+            """Sort former holders first, then by the time of the last failure, then in an expert's random order."""
             return peer not in former, self._failed_at.get(peer, 0.0), blake3(subject + peer).digest()
 
         able = [peer for peer in others if self._failed_at.get(peer, since) <= since]
@@ -380,9 +382,9 @@ class ExpertSaves:
         return saved
 
     async def claims(self, uid: str) -> list[tuple[PeerId, SavePlace]]:
-        """Return the saves of an expert, on this disk or claimed in the DHT, with their owners; highest step first.
+        """Return an expert's saves that are on this disk or claimed in the DHT, with their owners, highest step first.
 
-        Any peer may make a false claim, so a claim never replaces the claim of another owner.
+        Any peer may make a false claim. So a claim never replaces the claim of another owner.
         """
         claims: dict[tuple[bytes, bytes], tuple[PeerId, SavePlace]] = {}
         for save in self.store.saves(uid):
@@ -397,7 +399,7 @@ class ExpertSaves:
         return sorted(claims.values(), key=lambda claim: claim[1].step, reverse=True)
 
     async def fetch(self, uid: str, place: SavePlace, *, limit_bytes: int) -> Snapshot:
-        """Return a save, read from this disk and downloaded from its holders.
+        """Return a save. Read its chunks from this disk, and download the other chunks from its holders.
 
         Raises `StateError` if the save is not the claimed state, is larger than ``limit_bytes``, or is incomplete.
         """

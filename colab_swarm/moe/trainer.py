@@ -1,8 +1,8 @@
 """Trains one model with many batches in flight, which hides the latency of experts and networks.
 
-Each thread computes the gradients of a batch with a copy of the parameters, and applies them immediately. Until then,
-about ``concurrency - 1`` other updates were applied: by so many updates the gradients are *stale* (Learning@home,
-sections 3.1 and 4.2).
+Each thread computes the gradients of a batch with a copy of the parameters, and applies them immediately. Between the
+copy and the update, the other threads apply about ``concurrency - 1`` updates. So the gradients are *stale* by about
+this number of updates (Learning@home, sections 3.1 and 4.2).
 """
 
 import copy
@@ -37,8 +37,8 @@ class TrainerResult:
     """Progress of a `fit`."""
 
     updates: int = 0  # of the model's local parameters
-    samples: int = 0  # in the batches of these updates
-    loss: float = math.nan  # mean of the last hundred batches; NaN before the first
+    samples: int = 0  # in the batches of these updates; a batch of unknown size counts as 1
+    loss: float = math.nan  # mean of the last hundred batches; NaN before the first batch
     mean_staleness: float = 0.0  # mean number of other updates while a gradient was computed
     retries: int = 0  # batches retried because peers failed
     dropped: int = 0  # gradients that were not finite and not applied
@@ -80,18 +80,19 @@ class _Run(Generic[Batch]):
 class AsyncTrainer(Generic[Batch]):
     """Applies the gradients of many batches to one model, each as soon as it is ready.
 
-    A batch is retried when a peer fails. `fit` raises the error of a peer only if no batch succeeds
+    If a peer fails, the trainer retries the batch. `fit` raises the error of a peer only if no batch succeeds
     for ``patience_s``. It raises exceptions of your code immediately.
 
     Args:
-        loss: returns the mean loss of a copy of the model over a batch: ``lambda model, batch: …``.
+        loss: a function that returns the mean loss of a copy of the model over a batch: ``lambda model, batch: …``.
             It runs on many threads and must be thread-safe.
-        optimizer: steps the model's local parameters; may be a `SwarmOptimizer`, which synchronizes several trainers.
+        optimizer: steps the model's local parameters. A `SwarmOptimizer` synchronizes several trainers.
         concurrency: number of batches in flight, each with a copy of the model's local parameters. To hide the
-            latency, choose the duration of a batch, including waits, divided by its computing time.
-        max_grad_norm: clip gradients of a batch to this 2-norm.
+            latency, divide the duration of a batch, including waits, by its computing time.
+        max_grad_norm: largest 2-norm of a batch's gradients; larger gradients are clipped.
+        patience_s: seconds without a successful batch after which `fit` raises the error of a peer.
         progress: print progress twice a second.
-        on_update: called after each update, while no other thread uses model and optimizer.
+        on_update: a function to call after each update, while no other thread uses model and optimizer.
     """
 
     model: nn.Module
