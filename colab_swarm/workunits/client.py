@@ -1,8 +1,9 @@
 """The volunteer's HTTP client, and its disk cache of data and unfinished units.
 
-A call is retried until it succeeds. After a broken connection, a download resumes where it stopped, and an upload
-starts again. Only a refusal by the coordinator itself, a `Problem`, ends a call. It raises `CallRefused` with
-the code of the problem. After an error page of a proxy, the call is retried as after any network error.
+The client retries a call until it succeeds. After a broken connection, a download resumes where it stopped, and an
+upload starts again. If the coordinator itself refuses a call by a `Problem`, the call raises `CallRefused` with the
+problem's code. The client retries after a `Problem` with the code ``busy``, after an error page of a proxy, and once it
+has corrected its clock.
 """
 
 import asyncio
@@ -43,7 +44,7 @@ from colab_swarm.workunits.weights import Floats, Schema
 
 
 class RetryableError(PeerError):
-    """An error after which to retry, not before ``asked_s`` seconds have passed."""
+    """An error after which the client retries, at the earliest ``asked_s`` seconds later."""
 
     def __init__(self, text: str, asked_s: float = 0.0) -> None:
         super().__init__(text)
@@ -54,7 +55,7 @@ logger = logging.getLogger(__name__)
 
 
 class SubsetCache:
-    """Files of a job's data on disk, named by their SHA-256. Files that are not in ``digests`` are deleted."""
+    """Files of a job's data on disk, named by their SHA-256. Deletes files that are not in ``digests``."""
 
     def __init__(self, folder: Path, digests: Collection[str]) -> None:
         self._folder = folder
@@ -64,7 +65,7 @@ class SubsetCache:
                 (folder / name).unlink()
 
     def get(self, digest: str) -> bytes | None:
-        """Return a file, or None if it is missing or garbled."""
+        """Return a file's content, or None if the file is missing or garbled."""
         path = self._folder / digest
         with suppress(OSError):
             data = path.read_bytes()
@@ -75,7 +76,7 @@ class SubsetCache:
         return None
 
     def put(self, digest: str, data: bytes) -> None:
-        """Save ``data`` if there is room. A failing disk only causes a warning."""
+        """Save ``data`` if there is room. If the disk fails, only log a warning."""
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             size_bytes = sum(path.stat().st_size for path in self._folder.iterdir())
@@ -102,10 +103,10 @@ GOOD = (200, 206)
 class CoordinatorClient:
     """Connection to one coordinator of the run ``run_id``. Use it in one event loop, and `aclose` it at the end.
 
-    Each method raises `CallRefused` if the coordinator refuses. After other errors it retries; the waits grow from
-    the first to the second value of ``retry_s``. ``authority`` is the run's public key; None in an open run.
-    ``clock`` returns seconds since the epoch (1970); the client corrects it by the coordinator's clock. ``trouble`` is
-    the error after which the current call is retried; empty if there is none.
+    Each method raises `CallRefused` if the coordinator refuses. After other errors it retries. The waits grow from
+    the first to the second value of ``retry_s``. ``authority`` is the run's public key, or None in an open run.
+    ``clock`` returns seconds since the epoch (1970). The client corrects this time by the coordinator's clock.
+    ``trouble`` is the error after which the client retries the current call, or empty.
     """
 
     def __init__(
@@ -134,7 +135,7 @@ class CoordinatorClient:
         self._session: aiohttp.ClientSession | None = None
 
     async def card(self) -> JobCard:
-        """Return the job; raise NotAdmitted unless its coordinator belongs to the run."""
+        """Return the job; raise NotAdmitted unless the run's authority admitted its coordinator as a worker."""
         card = await self._call("GET", "/api/job", JobCard)
         require(card.run_id == self._run_id, f"{self.url} is of another run: use its link", NotAdmitted)
         require(card.is_signed_by(card.key), f"{self.url}: wrong signature, do not trust it", NotAdmitted)
@@ -205,7 +206,7 @@ class CoordinatorClient:
     async def _download(
         self, target: str, size_bytes: int, decode: Callable[[bytes], T], *, accept: str = "*/*"
     ) -> T:
-        """Fetch a file; after a broken connection, resume."""
+        """Fetch a file; after a broken connection, resume the download."""
         data = bytearray()
         etag = ""
 
@@ -231,7 +232,7 @@ class CoordinatorClient:
         return await self._until_done(attempt)
 
     async def _receive(self, answer: aiohttp.ClientResponse, data: bytearray, size_bytes: int) -> None:
-        """Append the answer's body to ``data``, a file of ``size_bytes``; raise RetryableError if it ends early."""
+        """Append the answer's body to ``data``, a file of ``size_bytes``; raise RetryableError if it ends too early."""
         async for piece in answer.content.iter_chunked(READ_BYTES):
             data += piece
             self.received_bytes += len(piece)
@@ -262,7 +263,7 @@ class CoordinatorClient:
     async def _request(
         self, method: str, target: str, body: bytes = b"", headers: Mapping[str, str] = {}
     ) -> AsyncIterator[aiohttp.ClientResponse]:
-        """Send one signed request; raise RetryableError if it may succeed later."""
+        """Send one signed request; raise CallRefused, or RetryableError if a retry may succeed."""
         # a session needs a running loop
         if self._session is None:
             self._session = _session()
@@ -297,7 +298,7 @@ class CoordinatorClient:
         raise CallRefused(problem.code, problem.text)
 
     def _adopt_clock(self, date: str) -> bool:
-        """Set the client's clock by the coordinator's; return True if that changed it."""
+        """Correct this client's clock by the coordinator's; return True if it was wrong."""
         try:
             ahead_s = parsedate_to_datetime(date).timestamp() - self._clock()
         except ValueError:
@@ -342,13 +343,13 @@ def _decoded(body: bytes, kind: type[T]) -> T:
 
 @dataclass
 class UnitProgress:
-    """Progress of a unit that the volunteer holds, for people."""
+    """Progress of a unit that the volunteer holds, as shown to people."""
 
     unit: str
     phase: str = "waiting"  # or downloading, training, uploading
     done: int = 0  # batches trained so far
     batches: int = 0  # all batches of the unit
-    loss: float | None = None  # of the latest batch
+    loss: float | None = None  # of the latest batch; None before the first
     seconds: float = 0.0  # since the unit's arrival
 
 
@@ -361,7 +362,7 @@ class VolunteerSnapshot:
     over: bool = False
     fault: str = ""  # traceback of the job's code, if an error in it ended the volunteer
     epoch: int = 0  # of the job, as last reported
-    accuracy: float | None = None  # of the epoch before
+    accuracy: float | None = None  # of the previous epoch
     units: tuple[UnitProgress, ...] = ()  # units that the volunteer holds
     # the next fields are numbers of units
     accepted: int = 0
@@ -392,14 +393,17 @@ class UnitInHand:
 
 
 class UnitSaves:
-    """Files with the units that a volunteer holds, from which it resumes after a kill; ``owner``: volunteer and job."""
+    """Files of the units that a volunteer holds. After a kill, the volunteer resumes from them.
+
+    ``owner`` names the volunteer and the job.
+    """
 
     def __init__(self, folder: Path, owner: str) -> None:
         self._folder = folder
         self._owner = owner
 
     def save(self, held: UnitInHand) -> None:
-        """Save a unit. If the disk is full or the optimizer's state cannot be saved, there is only a warning."""
+        """Save a unit. If the disk is full or the optimizer's state cannot be saved, only log a warning."""
         state = {
             "owner": self._owner,
             "unit": msgspec.msgpack.encode(held.unit),
@@ -417,7 +421,7 @@ class UnitSaves:
             self._file(unit).unlink()
 
     def left_behind(self, *, now: float) -> list[UnitInHand]:
-        """Return the units of a killed process whose deadlines have not passed; delete the others."""
+        """Return the saved units of a killed process; delete the files of units whose deadlines have passed."""
         units = []
         for path in sorted(self._folder.glob("*.unit")):
             try:

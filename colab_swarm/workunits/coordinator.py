@@ -51,19 +51,19 @@ _coordinators: "set[Coordinator]" = set()
 
 
 class CoordinatorOptions(TypedDict, total=False):
-    """Options of a coordinator; all have defaults.
+    """Options of a coordinator. All of them have defaults.
 
     Attributes:
-        folder: where the coordinator keeps its key, its store and the data. A coordinator with the same folder resumes
+        folder: folder of the coordinator's key, its store and the data. A coordinator with the same folder resumes
             the job. By default JOB-work.
-        store: address of the job's state, see `open_store`; by default an SQLite file in the folder.
-        servers: number of parameter servers; with ``auto``, the default, it depends on how many results wait.
-        host, port: where to listen; by default on all interfaces, and on the same port as last time or a free one.
-        url: the address at which volunteers reach the coordinator, such as ``https://train.example.org``, if a proxy
-            forwards to it.
-        tunnel: ``ngrok`` or ``cloudflared``: open a public https address for the coordinator.
-        accept_terms: True if the platform's terms allow this; needed on Colab. "tunnels" if they also allow the
-            tunnel; needed for a tunnel on Colab, Kaggle and Binder.
+        store: address of the job's state for `open_store`. By default an SQLite file in the folder.
+        servers: number of parameter servers. With ``auto``, the default, it depends on how many results wait.
+        host, port: where to listen. By default on all interfaces, and on the same port as last time or a free port.
+        url: if a proxy forwards to the coordinator, the address at which volunteers reach it, such as
+            ``https://train.example.org``.
+        tunnel: ``ngrok`` or ``cloudflared``, to open a public https address for the coordinator.
+        accept_terms: True if the platform's terms allow coordinating, as Colab requires. "tunnels" if the terms also
+            allow the tunnel, as Colab, Kaggle and Binder require for a tunnel.
     """
 
     folder: str | Path
@@ -79,9 +79,9 @@ class CoordinatorOptions(TypedDict, total=False):
 class Coordinator(contextlib.AbstractContextManager["Coordinator"]):
     """A coordinator in the background. Volunteers can join with its ``link``, a secret, for a week.
 
-    On an event loop use `start`, ``finished``, `status` and `close`; from other threads use the other methods.
-    ``access`` is that of the run, ``token`` signs for this peer, and ``tick_s`` is the interval in which passed
-    deadlines are noticed. The caller closes the store. ``url`` is the address of the public status page.
+    On an event loop use `start`, ``finished``, `status` and `shut_down`. From other threads use the other methods.
+    ``access`` checks who belongs to the run, and ``token`` signs for this peer. The coordinator checks for passed
+    deadlines every ``tick_s`` seconds. The caller closes the store. ``url`` is the address of the public status page.
     """
 
     link: Invitation
@@ -129,7 +129,7 @@ class Coordinator(contextlib.AbstractContextManager["Coordinator"]):
         self._held = contextlib.ExitStack()
 
     def _write_code(self) -> None:
-        """Write the job's file for server processes, which measure the accuracy with this job's settings."""
+        """Write the job's file for the server processes, which measure the accuracy with this job's settings."""
         plan = self.job.plan
         settings = f"seed={plan.seed}, validation_samples={plan.validation_samples}"
         code = f"{self.job.code}\njob = job.with_plan({settings})\n"
@@ -151,10 +151,10 @@ class Coordinator(contextlib.AbstractContextManager["Coordinator"]):
         return card.signed(identity.sign)
 
     def invite(self, *, hours: float = 7 * 24.0) -> Invitation:
-        """Return a link with which volunteers can join for ``hours``; after that, they may stay a week longer.
+        """Return a link with which volunteers can join for ``hours``. They may stay a week longer.
 
-        If the run has an allowlist, volunteers must join the swarm first. If this peer has joined a run of another
-        peer, it passes on the invitation with which it joined.
+        If the run has an allowlist, volunteers must join the swarm first. If this peer has joined the run of another
+        peer, the link contains the invitation with which this peer joined, and ``hours`` has no effect.
         """
         invite = self._access.invitation or issue(self._access, self._token.identity, hours=hours)
         return invitation_at(self.url, invite)
@@ -163,7 +163,7 @@ class Coordinator(contextlib.AbstractContextManager["Coordinator"]):
         return Runtime.shared().call(on_loop(self.status))
 
     def log(self) -> list[AnyEntry]:
-        """Return all entries of the job's log, in order: see `colab_swarm.workunits.state`."""
+        """Return all entries of the job's log, in order. `colab_swarm.workunits.state` describes them."""
         return [entry for _, entry in self.store.entries()]
 
     def model(self) -> nn.Module:
@@ -173,12 +173,12 @@ class Coordinator(contextlib.AbstractContextManager["Coordinator"]):
         return model
 
     def wait(self, seconds: float | None = None) -> bool:
-        """Wait until the job is done, at most ``seconds``; return True if it is done."""
+        """Wait until the job is done, or for ``seconds``; return True if the job is done."""
         Runtime.shared().call(waited(self.finished.wait(), seconds))
         return self.finished.is_set()
 
     def close(self) -> None:
-        """Stop coordinating; `coordinate` with the same folder resumes the job. Idempotent."""
+        """Stop coordinating. `coordinate` with the same folder resumes the job. Idempotent."""
         if not self.stopped:
             self.stopped = True
             _coordinators.discard(self)
@@ -191,7 +191,7 @@ class Coordinator(contextlib.AbstractContextManager["Coordinator"]):
         return Panel(self.snapshot, self.close, views=JOB_VIEWS)
 
     def watch(self, seconds: float | None = None) -> None:
-        """Show the job for ``seconds``, or until it is done or you interrupt. The job continues afterwards."""
+        """Show the job for ``seconds``, or until the job is done or you interrupt. The job continues afterwards."""
         self.panel().watch(seconds)
 
     def __exit__(self, *_: object) -> None:
@@ -204,7 +204,7 @@ class Coordinator(contextlib.AbstractContextManager["Coordinator"]):
         return draw_job(self.snapshot()).html()
 
     async def start(self, options: CoordinatorOptions, tunnel: TunnelSettings | None = None) -> None:
-        """Begin the job, or resume it where its log ends. If one part cannot start, none starts."""
+        """Begin the job, or resume it where its log ends. If one part cannot start, stop all parts and raise."""
         host = options.get("host", "")
         self.url = options.get("url", "")
         try:
@@ -226,7 +226,7 @@ class Coordinator(contextlib.AbstractContextManager["Coordinator"]):
             raise
 
     async def _listen(self, host: str, port: int) -> int:
-        """Listen on ``port`` and return the port. With 0, listen on the port of last time if it is free."""
+        """Listen on ``port``; return the port. If ``port`` is 0, use the port of last time, or a free port."""
         saved = self.folder / "port"
         if not port:
             with contextlib.suppress(OSError, ValueError):
@@ -326,7 +326,7 @@ class Coordinator(contextlib.AbstractContextManager["Coordinator"]):
         )
 
     def _units_per_s(self, now: float) -> float:
-        """Return the units per second of the latest assimilations."""
+        """Return the rate of the latest assimilations, in units per second."""
         state = self.dispatcher.state
         times = state.assimilated_at
         if state.finished or not times or now <= times[0]:
@@ -335,7 +335,10 @@ class Coordinator(contextlib.AbstractContextManager["Coordinator"]):
 
 
 def issue(access: RunAccess, identity: Identity | Node, *, hours: float) -> Invite:
-    """Issue an invitation as the run's authority, valid for ``hours``. In a run with an allowlist it is not enough."""
+    """Issue an invitation as the run's authority, valid for ``hours``.
+
+    In a run with an allowlist, the authority must also admit each peer.
+    """
     end = time.time() + 3600 * hours
     if access.admission is None:
         return Invite(access.run_id, (), end)
@@ -344,7 +347,7 @@ def issue(access: RunAccess, identity: Identity | Node, *, hours: float) -> Invi
 
 
 def invitation_at(url: str, invite: Invite) -> Invitation:
-    """Return the link of a coordinator at ``url``; `parse_link` reads it."""
+    """Return the link of a coordinator at ``url``. `parse_link` reads the link."""
     return Invitation(
         f"{url}#{invite.code}",
         run=invite.name,
@@ -365,12 +368,12 @@ def coordinate(
 
     A coordinator that died or was stopped resumes from its folder, and its link stays valid. A second call while
     the coordinator works returns the same coordinator. Raises FileNotFoundError, ValueError or TypeError if the job
-    or an option is not usable, StoreError or OSError if the store or the port cannot be used, TunnelError or
-    SecretError if the tunnel cannot be used, and TermsError if the platform's terms are not accepted.
+    or an option is not usable. Raises StoreError or OSError if the store or the port cannot be used, and TunnelError or
+    SecretError if the tunnel cannot be used. Raises TermsError if the platform's terms are not accepted.
 
     Args:
         job: a `Job`, or the path of a file that defines one.
-        access: who may volunteer: everyone with the link (``invite``), or everyone (``open``).
+        access: ``invite`` admits everyone with the link, ``open`` admits everyone.
         **options: see `CoordinatorOptions`.
     """
     if not isinstance(job, Job):
@@ -385,7 +388,7 @@ def coordinate(
 
 
 def open_coordinator(job: Job, access: RunAccess, token: Token, options: CoordinatorOptions) -> Coordinator:
-    """Coordinate ``job`` in the run of ``access``, as the peer of ``token``; see `coordinate`."""
+    """Coordinate ``job`` in the run of ``access``, as the peer of ``token``. Raises the errors of `coordinate`."""
     folder = _folder(job, options)
     for running in _coordinators:
         if running.folder == folder:

@@ -1,21 +1,22 @@
 """The coordinator's decisions about which volunteer trains which unit, and the log to which they are written.
 
-A decision is a list of entries. The entries are first written to the store's log and then applied, because the
-coordinator may be killed at any moment. Decisions are made one at a time. They read `JobState` without changing it.
+A decision is a list of entries. The coordinator may be killed at any moment. So it first writes the entries to the
+store's log, and then applies them. It makes one decision at a time. A decision reads `JobState` without changing it.
 The rules:
 
 - A machine that does not fulfil ``plan.needs`` gets no units.
-- The units of an epoch are assigned when all units of the epoch before are assimilated.
-- A unit that expired, was rejected or was given back goes to another volunteer, preferably a reliable one.
+- The coordinator assigns the units of an epoch when all units of the previous epoch are assimilated.
+- A unit that expired, was rejected or was given back goes to another volunteer, preferably a reliable volunteer.
   A volunteer that failed the unit gets it again only after the others had time to take it.
 - When all units of the epoch are handed out, an idle volunteer gets a copy of the unit that has been out
   longest, if this is longer than nine of ten units take. So an epoch does not wait for a volunteer
-  that was preempted. If copies were made earlier, their volunteers would miss units of the next epoch.
-- Of a unit and its copies, the first result is used. A later result is not uploaded. As nothing shows that it is
-  valid, its volunteer gets no credit. A volunteer that took longer than nine of ten units take has failed the unit,
-  as if its deadline had passed. Otherwise a volunteer that never answers would count as reliable.
+  that was preempted. If the coordinator made copies earlier, their volunteers would miss units of the next epoch.
+- The first result of a unit and its copies counts. The coordinator refuses a later result without reading it. So
+  nothing shows that this result is valid, and its volunteer gets no credit. A volunteer that took longer than nine of
+  ten units take has failed the unit, as if its deadline had passed. Otherwise a volunteer that never answers would
+  count as reliable.
 - Replicas of a unit go to different volunteers. The unit is accepted when a majority of ``plan.replication`` results
-  agree. Until then, one more replica is assigned.
+  agree. If all replicas are back without a majority, the coordinator assigns one more replica.
 """
 
 import asyncio
@@ -56,18 +57,18 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 PRESENT_S = 600.0
-"""A volunteer that has been silent for longer is treated as gone."""
+"""If a volunteer is silent for longer than this, the coordinator treats it as gone."""
 FIRST_DEADLINE_S = 600.0
 LONGEST_DEADLINE_S = 86_400.0
 SLACK_S = 30.0
 COPIES = 1
-"""How many volunteers may train copies of a unit at the same time, in addition to those that it needs."""
+"""How many volunteers may train copies of a unit at the same time, in addition to the volunteers that it needs."""
 FEW = 2
 """Most units that a new or unreliable volunteer may hold."""
 MORE_REPLICAS = 3
-"""After this many more results than `plan.replication` without a majority, the unit starts again."""
+"""If `plan.replication` results and this many more give no majority, the unit starts again."""
 MEASURE_S = 30.0
-"""How long an epoch waits for its accuracies. If they do not come, their server has died."""
+"""How long an epoch waits for its accuracies. An accuracy does not come if its parameter server has died."""
 SHORTEST_WAIT_S = 0.2
 FIRST_WAIT_S = 1.0
 LONGEST_WAIT_S = 30.0
@@ -79,10 +80,10 @@ STALE = {
 
 
 class Dispatcher:
-    """Decide for one job, without I/O; ``now`` is seconds since the epoch (1970).
+    """Decides for one job, without I/O. ``now`` is in seconds since the epoch (1970).
 
-    ``subsets`` is the number of units in an epoch of the job. ``rng`` draws the names of assignments, which nobody
-    must be able to guess.
+    ``subsets`` is the number of units in an epoch of the job. ``rng`` draws the names of assignments, which a peer
+    must not be able to guess.
     """
 
     def __init__(self, plan: WorkPlan, subsets: int, rng: random.Random) -> None:
@@ -97,7 +98,7 @@ class Dispatcher:
     def assign(
         self, volunteer: str, *, now: float, name: str = "", resources: Resources = NOTHING
     ) -> Assigned | None:
-        """Assign a unit to a volunteer; return None if there is no unit for it."""
+        """Assign a unit to a volunteer; return None if there is no unit for this volunteer."""
         record = self.state.volunteer(volunteer)
         most = self._plan.in_flight
         if not record.proven:
@@ -125,18 +126,18 @@ class Dispatcher:
         )
 
     def unfit(self, resources: Resources) -> str:
-        """Return why a machine with these ``resources`` gets no units; empty if it gets units."""
+        """Return why a machine with these ``resources`` gets no units, or an empty text if it gets units."""
         lacks = resources.lacks(self._plan.needs)
         if lacks:
             return f"this job needs {lacks}: volunteer with another machine"
         return ""
 
     def _choice(self, record: VolunteerState, volunteer: str, now: float) -> Unit | None:
-        """Return the unit that is best for a volunteer; None if the volunteer may train none.
+        """Return the unit that is best for a volunteer, or None if the volunteer may train no unit.
 
-        A proven volunteer gets units that have failed before all others; any other volunteer gets them last. Next come
+        A proven volunteer first gets units that have failed. Any other volunteer gets these units last. Next come
         units whose data the volunteer has had before, and therefore has in its cache. Different volunteers begin at
-        different units. Copies are the last resort.
+        different units. If no other unit is left, the volunteer gets a copy of an overdue unit.
         """
         open_units = self.state.open
         patience_s = 0.0
@@ -160,7 +161,7 @@ class Dispatcher:
         return min(free[first:] + free[:first], key=rank)
 
     def _overdue(self, volunteer: str, now: float) -> Unit | None:
-        """Return the unit that has been out longest among those that this volunteer may train as a copy."""
+        """Return the overdue unit that has been out longest, and that this volunteer may train as a copy, or None."""
         overdue_s = self._overdue_s()
         out_since: dict[Unit, float] = {}
         for unit, state in self.state.open.items():
@@ -180,7 +181,7 @@ class Dispatcher:
         return False
 
     def unacknowledged(self, volunteer: str, in_hand: Collection[str], *, now: float) -> Assigned | None:
-        """Return an assignment that the volunteer does not have ``in_hand``, because the answer with it was lost."""
+        """Return an assignment that is not ``in_hand`` because the answer to the volunteer was lost, or None."""
         for name, replica in self.state.out.items():
             assigned = replica.given
             if assigned.volunteer == volunteer and assigned.deadline > now and name not in in_hand:
@@ -204,10 +205,10 @@ class Dispatcher:
         return min(LONGEST_DEADLINE_S, usual_s * 2.0 ** min(expired, 16))
 
     def _overdue_s(self) -> float:
-        """Return the time within which units of nine of ten volunteers come back; infinity before the first result.
+        """Return the time within which nine of ten volunteers return a unit; before the first result, infinity.
 
-        Each volunteer counts once, so that one volunteer that returns many units quickly does not set the deadlines of
-        all others.
+        Each volunteer counts once. So a volunteer that returns many units quickly does not set the deadlines of all
+        others.
         """
         times = sorted(map(_usual_s, self.state.unit_s.values()))
         if not times:
@@ -221,7 +222,7 @@ class Dispatcher:
         return min(LONGEST_WAIT_S, max(SHORTEST_WAIT_S, usual_s / 10))
 
     def wait_s(self, volunteer: str, *, now: float) -> float:
-        """Return the seconds, spread at random, after which a volunteer without units asks again."""
+        """Return the seconds after which a volunteer without units asks again, spread at random."""
         record = self.state.volunteer(volunteer)
         if record.idle_until > now:
             return record.idle_until - now
@@ -232,7 +233,7 @@ class Dispatcher:
         return max(SHORTEST_WAIT_S, poll_s)
 
     def ban_of(self, volunteer: str, *, now: float) -> tuple[str, str] | None:
-        """Return why and how long a volunteer is banned, as code and text; None if it is not banned."""
+        """Return why and how long a volunteer is banned, as code and text, or None if it is not banned."""
         record = self.state.volunteer(volunteer)
         if record.banned_until <= now:
             return None
@@ -244,7 +245,7 @@ class Dispatcher:
         )
 
     def refusal(self, assignment: str, volunteer: str, *, now: float) -> tuple[str, str] | None:
-        """Return why a result is refused, as code and text; None if it is wanted, which a late result may still be."""
+        """Return why a result is refused, as code and text, or None if it is wanted. A late result may be wanted."""
         replica = self.state.replicas.get(assignment)
         if replica is None or replica.given.volunteer != volunteer:
             return "unknown", "this assignment is not yours: ask for units"
@@ -268,7 +269,7 @@ class Dispatcher:
         return "stale", f"unit {replica.given.unit} is not awaited from you: {why}; ask for other units"
 
     def expired(self, *, now: float) -> list[Expired]:
-        """Expire assignments whose deadline has passed, and those of banned volunteers."""
+        """Expire assignments whose deadline has passed, and the assignments of banned volunteers."""
         expired = []
         for name, replica in self.state.out.items():
             volunteer = self.state.volunteers[replica.given.volunteer]
@@ -288,8 +289,8 @@ class Dispatcher:
     ) -> list[AnyEntry]:
         """Decide on a valid result that is wanted.
 
-        ``change`` is the L2 norm of the change that the result makes to the parameters. ``distance`` returns the
-        distance of two results, relative to this change.
+        ``change`` is the L2 norm of the result's change of the unit's first parameters. ``distance`` returns the
+        distance of two results, relative to the larger of their changes.
         """
         unit = self.state.replicas[assignment].given.unit
         alpha = self._plan.alpha_of(unit.epoch)
@@ -312,7 +313,7 @@ class Dispatcher:
         return [returned, *_rejections(results, reason, now)]
 
     def _late(self, unit: Unit, assignment: str, now: float) -> list[AnyEntry]:
-        """Expire the other assignments of a unit that have been out for longer than nine of ten units take."""
+        """Expire the unit's other assignments that have been out for longer than nine of ten units take."""
         late: list[AnyEntry] = []
         for replica in self.state.units[unit].live():
             is_late = replica.fate == "out" and now - replica.given.at > self._overdue_s()
@@ -323,7 +324,7 @@ class Dispatcher:
     def _majority(
         self, assignment: str, results: list[str], distance: Callable[[str, str], float]
     ) -> list[str]:
-        """Of the results that agree with ``assignment``, take the one with which most agree, and return those."""
+        """Return the largest group of results that agree with one result, which itself agrees with ``assignment``."""
 
         def agreeing(name: str) -> list[str]:
             return [
@@ -333,7 +334,7 @@ class Dispatcher:
         return max(map(agreeing, agreeing(assignment)), key=len)
 
     def obsolete(self, entries: Sequence[AnyEntry]) -> set[str]:
-        """Return the blobs that are no longer needed after ``entries`` are in the log."""
+        """Return the names of the blobs that the store no longer needs after ``entries`` are in the log."""
         names = {entry.result for entry in entries if isinstance(entry, Rejected)}
         for entry in entries:
             if isinstance(entry, Accepted) and self._plan.replication > 1:
@@ -359,7 +360,7 @@ class Dispatcher:
         return [ended]
 
     def _end_of_job(self) -> str:
-        """Return why the job ends after the epochs so far; empty if the job continues."""
+        """Return why the job ends after the epochs so far, or an empty text if the job continues."""
         epochs = self.state.epochs
         target = self._plan.target_accuracy
         if target is not None and epochs and epochs[-1].accuracy >= target:
@@ -379,7 +380,7 @@ def _rejections(assignments: Sequence[str], reason: str, now: float) -> list[Any
 
 
 class JobLog:
-    """The log of a job in its store, from which the state is computed; ``fault`` is the store's error, if any."""
+    """The log of a job in its store. It gives the dispatcher's state. ``fault`` is the store's error, or empty."""
 
     def __init__(self, dispatcher: Dispatcher, store: ParameterStore) -> None:
         self.dispatcher = dispatcher
@@ -399,7 +400,10 @@ class JobLog:
 
     @asynccontextmanager
     async def deciding(self) -> AsyncIterator[float]:
-        """Lock the log for one decision, which the block passes to `write`; yield the time. Due entries are written."""
+        """Lock the log, write the entries that are due, and yield the time.
+
+        The block makes one decision, and passes it to `write`.
+        """
         async with self._lock:
             await self._read()
             await self.write(self.dispatcher.expired(now=time.time()))
@@ -410,7 +414,7 @@ class JobLog:
     async def write(
         self, entries: Sequence[AnyEntry], *, put: Blobs | None = None, drop: Collection[str] = ()
     ) -> None:
-        """Append a decision with its blobs, and read it back; after a StoreError the next call reads it."""
+        """Append a decision with its blobs, and read it back. After a StoreError, the next decision reads the log."""
         if entries:
             await self._call(lambda: self.store.append(entries, put=put, drop=drop))
             await self._read()

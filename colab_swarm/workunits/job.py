@@ -1,8 +1,8 @@
 """A training job: the definition that a user writes, the plan that cuts it into units, the training of one unit.
 
-A volunteer needs the model, the loss and the optimizer. Training and validation data stay with the
-coordinator, which hands out the training data in subsets. A job that is defined in a separate file (`Job.load`) can be
-sent to remote volunteers, who read the file first.
+A volunteer needs the job's model, loss and optimizer. The data stay with the coordinator, which hands out the training
+data in subsets. If a separate file defines the job (`Job.load`), the coordinator sends this file to remote volunteers,
+who read it first.
 """
 
 import hashlib
@@ -42,11 +42,11 @@ KINDS = "biuf"
 MAX_DECODED_BYTES = 1 << 30
 SMALL_BYTES = 16 << 20
 MAX_RATIO = 1000
-"""Largest ratio of a subset's size to that of its compressed file. For uniform data, such as padding, it is 100."""
+"""Largest ratio of a subset's size to the size of its compressed file. Uniform data, such as padding, have 100."""
 MOST_NORMS = 10
-"""A unit may change the parameters by this many times the norm of the first parameters ..."""
+"""A unit may change the parameters by this many times the norm of the first parameters, or as `MOST_BATCHES` allows."""
 MOST_BATCHES = 2
-"""... or, for each of its batches, by this many times the change that one batch makes."""
+"""For each of its batches, a unit may change the parameters by this many times the change that one batch makes."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Rows:
 
     @classmethod
     def of(cls, values: Iterable[tuple[Any, Any]], named: bool) -> "Rows":
-        """Return rows of these columns; raise ValueError if they have unequal lengths, or are no numbers."""
+        """Return rows of these columns; raise ValueError if columns are empty, unequal in length, or no numbers."""
         columns = {str(name): _array(column) for name, column in values}
         for name, column in columns.items():
             require(column.dtype.kind in KINDS, f"column {name} holds {column.dtype}: tokenize or drop it")
@@ -97,7 +97,7 @@ class Rows:
         return tensors if self.named else tuple(tensors.values())
 
     def encode(self) -> bytes:
-        """Return the samples as safetensors, compressed by zstd; raise ValueError if too large."""
+        """Return the samples as safetensors, compressed by zstd; raise ValueError if they are too large or alike."""
         require(self.size_bytes <= MAX_DECODED_BYTES, f"{self.size_bytes:,} bytes: raise plan.subsets")
         # all names under one key, because keys have no order
         names = msgspec.json.encode((list(self.columns), self.named)).decode()
@@ -111,7 +111,7 @@ class Rows:
 
     @classmethod
     def decode(cls, data: bytes) -> "Rows":
-        """Return the samples that `encode` wrote; raise ValueError if ``data`` is something else, or too large."""
+        """Return the samples that `encode` wrote; raise ValueError if ``data`` is garbled or too large."""
         try:
             size = zstandard.frame_content_size(data)
             most = _most_decoded_bytes(data)
@@ -127,15 +127,15 @@ class Rows:
 
 
 def _most_decoded_bytes(data: bytes) -> int:
-    """Return the most bytes to which a subset's file may unpack; a small hostile file must not fill the memory."""
+    """Return the most bytes to which a subset's file may unpack. So a small hostile file cannot fill the memory."""
     return min(MAX_DECODED_BYTES, max(SMALL_BYTES, MAX_RATIO * len(data)))
 
 
 def rows_of(data: Any) -> Rows:
     """Return a user's data, of any kind that `Job` takes, as rows.
 
-    Raises ValueError if columns have unequal lengths, are empty or contain no numbers; TypeError for data without
-    rows.
+    Raises ValueError if columns have unequal lengths, are empty or contain no numbers. Raises TypeError if the data
+    have no rows.
     """
     if callable(data):
         data = data()
@@ -191,23 +191,23 @@ class WorkPlan:
     """How a job is cut into units, and how their results are merged.
 
     Attributes:
-        subsets: number of parts of the data, which is the number of units in an epoch. None: chosen by the size of the
-            data and ``expected_volunteers``.
+        subsets: number of parts of the data, which is the number of units in an epoch. By default it follows from the
+            size of the data and ``expected_volunteers``.
         expected_volunteers: number of volunteers, for the default of ``subsets``.
-        local_epochs: passes over its subset that a volunteer makes in one unit.
-        batch_size: samples of one local step.
+        local_epochs: number of passes over its subset that a volunteer makes in one unit.
+        batch_size: number of samples of one local step.
         max_epochs: the job ends after this many epochs.
-        target_accuracy: the job ends when the mean accuracy of an epoch reaches this; None: never.
-        alpha: weight of the server's parameters in ``W_s <- alpha W_s + (1 - alpha) W_c``: a number
-            in [0, 1), ``e/(e+1)``, or a function of the epoch e, from 1 (VC-ASGD, equation 1).
-        replication: how many volunteers train each unit; if more than 1, a majority of their results must agree.
-        tolerance: largest distance of two replicas that agree, relative to the change that training made.
-        deadline_s: a unit that does not come back within this time goes to another volunteer. None: chosen by the times
-            of earlier units.
+        target_accuracy: the job ends when the mean accuracy of an epoch reaches this value. None sets no target.
+        alpha: weight of the server's parameters W_s in ``W_s <- alpha W_s + (1 - alpha) W_c``, where W_c is a result
+            (VC-ASGD, equation 1): a number in [0, 1), ``e/(e+1)``, or a function of the epoch e, counted from 1.
+        replication: how many volunteers train each unit. If it is more than 1, a majority of the results must agree.
+        tolerance: largest distance of two replicas that agree, relative to the larger change that they make.
+        deadline_s: if a unit does not come back within this time, it goes to another volunteer. By default this follows
+            the times of earlier units.
         in_flight: most units that a volunteer may hold.
-        max_change: a result is refused if it changes the parameters by more than this many times the usual change.
+        max_change: a result may change the parameters by at most this many times the usual change.
         needs: least resources of a volunteer's machine, such as ``Resources(memory_gb=8)``.
-        validation_samples: most samples used to measure the accuracy after each assimilation.
+        validation_samples: most samples for measuring the accuracy after each assimilation.
         seed: seed of the subsets, of the order of samples and of the first parameters.
     """
 
@@ -253,7 +253,7 @@ class WorkPlan:
             self.alpha_of(epoch)
 
     def alpha_of(self, epoch: int) -> float:
-        """Return the server's weight in ``epoch``, from 1; raise ValueError if it is not in [0, 1)."""
+        """Return the weight of the server's parameters in ``epoch``; raise ValueError if it is not in [0, 1)."""
         alpha = self.alpha(epoch) if callable(self.alpha) else self.alpha
         if alpha == "e/(e+1)":
             alpha = epoch / (epoch + 1)
@@ -262,7 +262,7 @@ class WorkPlan:
         return float(alpha)
 
     def subsets_of(self, rows: int, size_bytes: int) -> int:
-        """Return the number of subsets; raise ValueError if there are fewer samples."""
+        """Return the number of subsets; raise ValueError if there are fewer samples than ``subsets``."""
         if self.subsets is not None:
             require(rows >= self.subsets, f"subsets={self.subsets}, but there are only {rows} samples")
             return self.subsets
@@ -279,7 +279,7 @@ def cross_entropy(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
 
 
 def share_correct(model: nn.Module, batch: tuple[Tensor, Tensor]) -> float:
-    """Return the fraction of samples whose largest output is that of their label, for batches of (inputs, labels)."""
+    """Return the fraction of samples whose largest output belongs to their label, for batches of (inputs, labels)."""
     correct = model(batch[0]).argmax(-1) == batch[1]
     return float(correct.float().mean())
 
@@ -294,18 +294,18 @@ class Job:
     """A model to train by work units.
 
     Attributes:
-        name: shown to people.
-        model: a function that returns a new model. Integer buffers are sent as float32 and rounded afterwards.
-        data: the training data, or a function that loads it: a tuple or dictionary of arrays or tensors with one row
-            per sample, a torch ``Dataset`` of finite length, or a ``datasets.Dataset``.
-        validation: the validation data, in the same forms, for the accuracy.
+        name: the job's name for people, 1 to 63 characters of a-z, 0-9, ``.``, ``_`` and ``-``.
+        model: a function that returns a new model. Integer buffers travel as float32, and are rounded on arrival.
+        data: the training data, or a function that loads them. The data are a tuple or dictionary of arrays or tensors
+            with one row per sample, a torch ``Dataset`` of finite length, or a ``datasets.Dataset``.
+        validation: the validation data for the accuracy, in the same forms.
         loss: a function that returns the mean loss of a model on a batch. A batch has the columns of the data, as a
             tuple or a dictionary.
-        optimizer: a function that returns an optimizer of the model's parameters. Each unit gets a new one, so that
-            replicas agree. The paper does not say whether its units do so.
+        optimizer: a function that returns an optimizer of the model's parameters. Each unit gets a new optimizer, so
+            that replicas agree. The paper does not say whether its units get new optimizers.
         accuracy: a function that returns the accuracy of a model on a batch, between 0 and 1.
         plan: how the job is cut into units.
-        code: text of the file that the job was loaded from; volunteers run it.
+        code: text of the file that defines the job. Volunteers run it.
     """
 
     name: str
@@ -323,7 +323,7 @@ class Job:
 
     @classmethod
     def load(cls, path: str | Path) -> "Job":
-        """Return the ``job = cs.workunits.Job(…)`` of a Python file, which volunteers will run."""
+        """Return the ``job = cs.workunits.Job(…)`` of a Python file. Volunteers will run this file."""
         return cls.from_code(Path(path).read_text(encoding="utf-8"), str(path))
 
     @classmethod
@@ -348,13 +348,13 @@ class Job:
         return replace(self, plan=replace(self.plan, **changes))
 
     def first_model(self) -> nn.Module:
-        """Return the model with its first parameters, the same at each call."""
+        """Return the model with its first parameters, which are the same at each call."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.plan.seed)
             return self.model()
 
     def train_serially(self) -> tuple[nn.Module, list[float]]:
-        """Train on all data in one place with one optimizer, without units: the baseline.
+        """Train on all data in one place with one optimizer and without units, as a baseline.
 
         Returns the trained model, and its accuracy after each epoch of ``plan.local_epochs`` passes.
         The plan's ``alpha`` and ``subsets`` are not used.
@@ -377,14 +377,14 @@ class Job:
         return rows_of(self.data)
 
     def validation_rows(self) -> Rows:
-        """Return at most ``plan.validation_samples`` samples, always the same ones."""
+        """Return at most ``plan.validation_samples`` samples, the same samples at each call."""
         return rows_of(self.validation).sample(self.plan.validation_samples, seed=self.plan.seed)
 
 
 class UnitTraining:
-    """Trains ``model`` in place on one subset, one batch at a time; ``done`` of ``batches`` are trained.
+    """Trains ``model`` in place on one subset, one batch at a time. ``done`` of ``batches`` batches are trained.
 
-    Another process can resume from its state. The ``seed`` determines the order of samples and the model's random
+    Another process can resume from the state dict. The ``seed`` determines the order of samples and the model's random
     numbers, so replicas agree.
     """
 
@@ -457,7 +457,7 @@ class UnitTraining:
 
 
 def unit_seed(seed: int, epoch: int, subset: int) -> int:
-    """Return the seed of a unit, which is the same for its replicas and after a restart."""
+    """Return the seed of a unit. It is the same for all replicas of the unit, and after a restart."""
     sequence = np.random.SeedSequence((seed, epoch, subset))
     return int(sequence.generate_state(1, np.uint32)[0])
 
@@ -476,10 +476,10 @@ def measure(job: Job, model: nn.Module, rows: Rows, *, batch_size: int = 256) ->
 
 
 def lay_out(job: Job, folder: Path) -> tuple[tuple[Subset, ...], float]:
-    """Cut the data into files in ``folder``, and delete all other files there; the same data give the same files.
+    """Cut the data into files in ``folder``, and delete all other files there. Equal data give equal files.
 
-    Returns the files, and the most by which a unit may change the parameters (L2 norm). Raises ValueError or
-    TypeError if the data cannot be cut, or the job cannot learn from them.
+    Returns the files, and the largest change of the parameters by a unit (L2 norm). Raises ValueError or TypeError if
+    the data cannot be cut, or if the job cannot learn from them.
     """
     folder.mkdir(parents=True, exist_ok=True)
     rows = job.rows()
@@ -506,7 +506,7 @@ def lay_out(job: Job, folder: Path) -> tuple[tuple[Subset, ...], float]:
 def _try_out(job: Job, rows: Rows) -> tuple[float, float]:
     """Train one batch and measure the accuracy, to find faults before volunteers do.
 
-    Returns the L2 norm of the first parameters, and that of the change by the batch.
+    Returns the L2 norm of the first parameters, and the L2 norm of the change by the batch.
     """
     model = job.first_model()
     schema = Schema.of(model)
@@ -522,7 +522,7 @@ def _try_out(job: Job, rows: Rows) -> tuple[float, float]:
 
 @contextmanager
 def _failing(what: str) -> Iterator[None]:
-    """Turn any error of the job's code into a ValueError that says ``what`` failed."""
+    """Turn any error of the job's code into a ValueError whose text begins with ``what``."""
     try:
         yield
     except Exception as error:

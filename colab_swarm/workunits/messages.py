@@ -1,8 +1,8 @@
 """Messages between a volunteer and the coordinator over HTTP; README.md lists them.
 
-Each request has a header ``Authorization: Swarm1 BASE64URL`` with a `SignedRequest`; the 1 is the version. A link is
-the coordinator's address and, after ``#``, the content of an invitation: ``https://example.org/#NAME.PAYLOAD``. In a
-browser the link opens the status page. A browser never sends the part after ``#`` to the server.
+Each request has a header ``Authorization: Swarm1 BASE64URL`` with a `SignedRequest`. The 1 is the protocol's version. A
+link is the coordinator's address and, after ``#``, the content of an invitation: ``https://example.org/#NAME.PAYLOAD``.
+In a browser, the link opens the status page. A browser never sends the part after ``#`` to the server.
 """
 
 import asyncio
@@ -38,7 +38,7 @@ MAX_CODE_CHARACTERS = 1 << 20
 MAX_BODY_BYTES = 64 << 10
 """Most bytes of a request that is not an upload."""
 PACKED = "application/zstd"
-"""Media type of compressed parameters, for a volunteer that accepts it."""
+"""Media type of compressed parameters. The coordinator sends them to a volunteer that accepts this type."""
 MAX_UNITS = 64
 Digest: TypeAlias = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{64}\Z")]
 AssignmentId: TypeAlias = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{32}\Z")]
@@ -53,7 +53,7 @@ class Subset(Message, frozen=True):
 
 
 class JobCard(Signed, frozen=True):
-    """A job as volunteers see it, signed by its coordinator; it contains the coordinator's key and membership."""
+    """A job as volunteers see it, with its coordinator's key and membership. The coordinator signs the card."""
 
     run_id: str
     name: Annotated[str, msgspec.Meta(pattern=rf"^{NAME.pattern}\Z")]  # part of a path
@@ -67,7 +67,7 @@ class JobCard(Signed, frozen=True):
 
 
 class Resources(Message, frozen=True):
-    """The resources of a machine, or those that a job needs: CPU cores, memory and GPU memory in GB (1e9 bytes)."""
+    """The resources that a machine has or a job needs: CPU cores, memory and GPU memory in GB (1e9 bytes)."""
 
     cpu_cores: int = 0
     memory_gb: float = 0.0
@@ -80,7 +80,7 @@ class Resources(Message, frozen=True):
             require(valid, f"{name}={amount!r}: it must be a number, 0 at least")
 
     def lacks(self, needs: "Resources") -> str:
-        """Return, for people, the ``needs`` that a machine with these resources does not fulfil; empty if none."""
+        """Return a text with the ``needs`` that these resources do not fulfil, or an empty text."""
         units = {"cpu_cores": "CPU cores", "memory_gb": "GB of memory", "gpu_memory_gb": "GB of GPU memory"}
         words = []
         for name, unit in units.items():
@@ -97,14 +97,14 @@ class AskForUnit(Message, frozen=True):
     """Request a unit, or return all units untrained and leave."""
 
     name: Annotated[str, msgspec.Meta(max_length=64)] = ""  # of the volunteer, for people
-    # assignments that the volunteer has; any other that it should have is sent again, because the reply was lost
+    # assignments that the volunteer has; if its list lacks one, that answer was lost, and the coordinator repeats it
     in_hand: Annotated[tuple[AssignmentId, ...], msgspec.Meta(max_length=MAX_UNITS)] = ()
     resources: Resources = NOTHING  # of its machine
     leaves: bool = False
 
 
 class GivenUnit(Message, frozen=True):
-    """Train the file at ``parameters`` (a path below /api) on ``data`` within ``deadline_s``."""
+    """Train the parameters at ``parameters`` (a path below /api) on the subset ``data`` within ``deadline_s``."""
 
     assignment: AssignmentId
     epoch: int
@@ -116,10 +116,10 @@ class GivenUnit(Message, frozen=True):
 
 
 class UnitAnswer(Message, frozen=True):
-    """A unit to train. If there is none, ask again after ``wait_s`` seconds, or stop if ``finished``.
+    """A unit to train. If there is no unit, ask again after ``wait_s`` seconds, or stop if ``finished``.
 
-    ``epoch`` is the current epoch of the job, ``accuracy`` the accuracy of the epoch before. ``unfit`` says why this
-    machine never gets units of this job.
+    ``epoch`` is the current epoch of the job, and ``accuracy`` the accuracy of the previous epoch. ``unfit`` says why
+    this machine never gets units of this job.
     """
 
     unit: GivenUnit | None = None
@@ -137,10 +137,10 @@ class Taken(Message, frozen=True):
 
 
 class Problem(Message, frozen=True):
-    """Why a request was refused: a text that says what to do, and a code.
+    """Why the coordinator refused a request: a text that says what to do, and a code.
 
     The code is ``token``, ``banned``, ``unknown``, ``stale``, ``surplus``, ``invalid``, ``size`` or ``busy``.
-    ``surplus`` means that enough results of the unit came earlier; this is no fault of the volunteer.
+    ``surplus`` means that enough results of the unit came earlier. This is no fault of the volunteer.
     """
 
     code: str
@@ -158,16 +158,16 @@ VERSION = 1
 """Version of the requests."""
 SCHEME = f"Swarm{VERSION}"
 FRESH_S = 60.0
-"""How long a request is valid. Its nonce is remembered for twice this time."""
+"""How long a request is valid. The coordinator remembers the request's nonce for twice this time."""
 MAX_NONCES = 200_000
-"""Most nonces that are remembered: the most requests in two minutes."""
+"""Most nonces that the coordinator remembers, and so the most requests in two minutes."""
 
 
 class SignedRequest(Signed, frozen=True):
-    """Content of the header: the peer's key, its membership (none in an open run), and the signed fields.
+    """Content of the header: the peer's key, its membership (empty in an open run), and the request's data.
 
-    ``target`` is the path with its query, ``digest`` the SHA-256 of the body, ``at`` the time in seconds since
-    the epoch (1970).
+    ``target`` is the path with its query, ``digest`` is the SHA-256 of the body, and ``at`` is the time in seconds
+    since the epoch (1970).
     """
 
     key: Key
@@ -187,7 +187,7 @@ class Token:
         self.membership = membership
 
     def header(self, method: str, target: str, body: bytes = b"", *, now: float) -> str:
-        """Return the header's value; ``now`` is the time of the coordinator's clock, seconds since the epoch (1970)."""
+        """Return the header's value. ``now`` is the coordinator's clock, in seconds since the epoch (1970)."""
         request = SignedRequest(
             self.identity.public_key,
             self.membership(),
@@ -202,14 +202,14 @@ class Token:
 
 
 class RequestGate:
-    """Admits requests by the run's ``admission``, which is None in an open run."""
+    """Admits requests according to the run's ``admission``, which is None in an open run."""
 
     def __init__(self, admission: MembershipAdmission | None) -> None:
         self._admission = admission
         self._seen: dict[bytes, float] = {}  # when each nonce came, the oldest first
 
     def check(self, header: str, method: str, target: str, *, now: float) -> tuple[PeerId, bytes]:
-        """Return the peer that signed a request, and the signed digest of the body; raise NotAdmitted if refused."""
+        """Return the peer that signed a request, and the signed digest of its body; raise NotAdmitted if refused."""
         request = _decoded(header)
         require(request.is_signed_by(request.key), "the request's signature is wrong", NotAdmitted)
         text = "the request was signed for another path or method"
@@ -266,7 +266,7 @@ def parse_link(text: str) -> tuple[str, Invite]:
 
 
 def token_by(invite: Invite, identity: Identity) -> Token:
-    """Return the token of this key; raise InviteError if the organizer must admit each peer."""
+    """Return a token that signs with ``identity``; raise InviteError if the organizer must admit each peer."""
     grant = invite.grant
     if grant is None:
         return Token(identity)

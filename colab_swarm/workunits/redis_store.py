@@ -1,16 +1,16 @@
 """A job's state in a Redis server, which the paper compares with a database (section IV-D).
 
 Eventual consistency: parameter servers read, compute and write the parameters without waiting for one another
-(section III-D). If two updates overlap, one of the changes is lost, which training tolerates. One script changes
+(section III-D). If two updates overlap, one of the changes is lost. Training tolerates this loss. One script changes
 log, queue and version together, so no entry is ever lost and no unit is assimilated twice. Vectors and blobs are
-lists of pieces of 128 KiB, because both sides reuse memory for pieces of this size.
+lists of pieces of 128 KiB, because the server and its clients reuse memory for pieces of this size.
 
 These keys are under ``colab-swarm:JOB:``:
 
 - ``log``: the encoded entries.
 - ``queue``: the assignments whose results wait to be assimilated, oldest first.
-- ``accepted`` and ``held``: for these assignments, the encoded entries and the ends of the leases.
-- ``version``, ``parameters`` and ``blob:NAME``.
+- ``accepted`` and ``held``: for these assignments, the encoded entries and the times when their leases end.
+- ``version``, ``parameters`` and ``blob:NAME``: the version of the parameters, the parameters, and the blobs.
 - ``new:RANDOM``: new parameters that have not yet replaced ``parameters``.
 """
 
@@ -43,7 +43,7 @@ PIECES_PER_COMMAND = 16
 CONNECT_S = 10
 ANSWER_S = 60.0
 NEW_S = 3600
-"""Life of new parameters whose server died before they replaced the old ones."""
+"""Life of new parameters whose server died before they replaced the old parameters."""
 CLAIM = """
 for _, assignment in ipairs(redis.call('LRANGE', KEYS[1], 0, -1)) do
     if tonumber(redis.call('HGET', KEYS[2], assignment) or 0) <= tonumber(ARGV[1]) then
@@ -83,7 +83,7 @@ def _explained() -> Iterator[None]:
 
 
 REDIS = _explained()
-"""A decorator that turns an error of Redis into a StoreError that says what to do."""
+"""Decorator that turns an error of Redis into a StoreError with advice."""
 
 
 class RedisStore(ParameterStore):
@@ -193,7 +193,7 @@ class RedisStore(ParameterStore):
         return ":".join(("colab-swarm", self._job, *parts))
 
     def _upload(self, values: Floats) -> str:
-        """Write ``values`` under a new key; a script later renames this key to ``parameters``."""
+        """Write ``values`` under a new key, and return the key. A script later renames it to ``parameters``."""
         key = self._key("new", os.urandom(8).hex())
         with self._redis.pipeline(transaction=False) as pipeline:
             _push(pipeline, key, as_bytes(values))

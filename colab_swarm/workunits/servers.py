@@ -1,7 +1,7 @@
 """Parameter servers merge accepted results into the parameters, and measure the accuracy after each.
 
-Any number of servers work on one store, each on its own thread or in its own process. They know nothing of each
-other, and keep no state.
+Any number of servers work on one store, each on its own thread or in its own process. A server knows nothing of the
+other servers, and keeps the state of the job only in the store.
 """
 
 import logging
@@ -31,15 +31,15 @@ from colab_swarm.workunits.weights import Floats, Schema, assimilate
 logger = logging.getLogger(__name__)
 
 LEASE_S = 120.0
-"""A result whose server has died goes to another server after this time."""
+"""If a server dies, the result that it claimed goes to another server after this time."""
 IDLE_S = 0.05
 RETRY_S = (0.1, 30.0)
-"""Waits before a retry while the store fails: the first wait, and the longest."""
+"""Waits before a retry while the store fails: the first wait and the longest wait."""
 FAREWELL_S = 30.0
 LONGEST_PAUSE_S = 60.0
-"""Longest pause between the death of servers and the start of others."""
+"""Longest pause between the death of a server and the start of a new server."""
 CROWD = 2.0
-"""Another server is needed if more results than this wait for each server."""
+"""Another server is needed if more results than this wait per server."""
 GROW_S = 2.0
 SHRINK_S = 30.0
 STORE = "COLAB_SWARM_STORE"
@@ -49,8 +49,8 @@ STORE = "COLAB_SWARM_STORE"
 class ParameterServer(threading.Thread):
     """Assimilates results of the store until it is stopped, and measures the accuracy after each.
 
-    It is a thread, for stores that other processes cannot open. In a separate process only `run` is
-    called. The server itself loads the model and the validation data; if that fails, the server dies.
+    For a store that other processes cannot open, the server is a thread. A separate process only calls `run`. The
+    server itself loads the model and the validation data. If loading fails, the server dies.
     """
 
     def __init__(self, store: ParameterStore, job: Job, name: str) -> None:
@@ -71,7 +71,7 @@ class ParameterServer(threading.Thread):
         self._end.set()
 
     def run(self) -> None:
-        """Serve until stopped. Store errors are retried."""
+        """Serve until `stop`. After an error of the store, retry."""
         waits_s = backoff(random.Random(), *RETRY_S)
         wait_s = 0.0
         while not self._end.wait(wait_s):
@@ -85,7 +85,7 @@ class ParameterServer(threading.Thread):
             wait_s = 0.0 if worked else IDLE_S
 
     def run_once(self, now: float) -> bool:
-        """Assimilate one result; return False if none waits. After a StoreError the next call continues the work."""
+        """Assimilate one result; return False if no result waits. After a StoreError, the next call continues."""
         if self._measured is None:
             # load the model and its data first, so that no result is claimed if they cannot be loaded
             model, schema, rows = self._loaded
@@ -104,7 +104,7 @@ class ParameterServer(threading.Thread):
         return True
 
     def _assimilate(self, accepted: Accepted, now: float) -> Floats | None:
-        """Return the parameters after a result; None if it was assimilated before."""
+        """Return the parameters after a result, or None if the result was assimilated before."""
         try:
             result = np.frombuffer(self._store.blob(accepted.result), "<f4")
         except KeyError:
@@ -123,9 +123,9 @@ class ParameterServer(threading.Thread):
 class ServerProcess:
     """A parameter server in a separate process: ``store`` is an address, ``job`` a name, ``code`` a file.
 
-    The address is in the environment of the process, because it may contain a password, and all users of the machine
-    can see a process's arguments. When the standard input of the server closes, the process that started it is dead,
-    and the server exits immediately.
+    The address may contain a password, and all users of the machine can see a process's arguments. So the address is in
+    the environment of the process. If the process that started the server dies, the server's standard input closes, and
+    the server exits immediately.
     """
 
     def __init__(self, store: str, job: str, code: Path, name: str) -> None:
@@ -155,7 +155,7 @@ class ServerProcess:
 
 
 def serve() -> None:
-    """Serve in the process of a `ServerProcess`, until SIGTERM, or until its input closes."""
+    """Serve in the process of a `ServerProcess`, until SIGTERM, or until the process's input closes."""
     job, code, name = sys.argv[1:]
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     threading.Thread(target=_exit_with_parent, name="parent watch", daemon=True).start()
@@ -174,7 +174,7 @@ def _exit_with_parent() -> None:
 
 
 class ServerPool:
-    """The parameter servers of a job; ``deaths`` counts the servers that ended without being stopped."""
+    """The parameter servers of a job. ``deaths`` counts the servers that ended without being stopped."""
 
     def __init__(self, start: Callable[[str], ParameterServer | ServerProcess]) -> None:
         self._start = start
@@ -197,8 +197,8 @@ class ServerPool:
     def wanted(self, waiting: int, *, now: float) -> int:
         """Return how many servers to run while ``waiting`` results wait.
 
-        This is one more than now if more than `CROWD` results per server have waited for `GROW_S`, and one less if no
-        result has waited for `SHRINK_S`.
+        This is one server more than now if more than `CROWD` results per server wait at each call for `GROW_S`. It is
+        one server less if no result waits for `SHRINK_S`. It is at least 1, and leaves a processor to the coordinator.
         """
         size = self.size
         trend = 0
@@ -217,7 +217,7 @@ class ServerPool:
         return max(1, min(self._most, size))
 
     def keep(self, wanted: int, *, now: float) -> None:
-        """Run ``wanted`` servers; dead servers are replaced after longer and longer pauses."""
+        """Run ``wanted`` servers. Replace dead servers after a pause, which is longer after each death."""
         alive = [server for server in self._running if server.is_alive()]
         died = len(self._running) - len(alive)
         if died:

@@ -1,13 +1,13 @@
-"""A job's state in an SQL database: a file of SQLite, PostgreSQL, MariaDB or MySQL.
+"""A job's state in an SQL database: an SQLite file, PostgreSQL, MariaDB or MySQL.
 
 Strong consistency: during an assimilation, no other server can use the parameters until the new ones are written.
 So no update is ever lost, but parameter servers wait for one another. Vectors and blobs are stored in rows of
-1 MiB, which is below the limit of each database server.
+1 MiB. Each database server accepts rows of this size.
 
 SQLite is the default: one file for several processes on one machine. It uses a write-ahead log (WAL), so entries
 survive the death of any process, but a power failure may lose the last seconds. Pages have 64 KiB, the most
-that SQLite allows; then megabytes are read and written four times as fast as with 4 KiB. A process has one connection
-to a file, for which its threads wait in turn. So a store in memory works in the same way.
+that SQLite allows. With these pages, SQLite reads and writes megabytes four times as fast as with pages of 4 KiB. A
+process has one connection to a file, for which its threads wait in turn. So a store in memory works in the same way.
 """
 
 import sqlite3
@@ -163,7 +163,7 @@ class SqlStore(ParameterStore):
 
     @contextmanager
     def _transaction(self, *, reads: bool = False) -> Iterator[sa.Connection]:
-        """Yield a connection for a block, whose statements all take effect or none."""
+        """Yield a connection for a block. All statements of the block take effect, or none."""
         try:
             with self._engine.begin() as connection:
                 if self._is_file:
@@ -215,7 +215,7 @@ class SqlStore(ParameterStore):
             self._run(connection, "DELETE FROM swarm_blobs WHERE job = :job AND name = :name", name=name)
 
     def _log(self, connection: sa.Connection, entries: Sequence[AnyEntry]) -> None:
-        """Append to the log at the end of a transaction. From here on other writers wait, to keep entries in order."""
+        """Append to the log at the end of a transaction. To keep entries in order, other writers wait from here on."""
         if not entries:
             return
         move = "UPDATE swarm_ends SET position = position + :more WHERE job = :job"

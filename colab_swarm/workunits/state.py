@@ -1,6 +1,6 @@
 r"""The log of a job: its entries, and the state of units, volunteers and epochs that the entries give.
 
-A coordinator that was killed reads the log from the start, and so has its state again. It writes all
+After a kill, a new coordinator reads the log from the start, and so has the state again. The coordinator writes all
 entries except `Assimilated` and `Measured`, which the parameter servers write.
 
     Began, at each start of a coordinator
@@ -10,7 +10,7 @@ entries except `Assimilated` and `Measured`, which the parameter servers write.
        |---> Expired                                      its deadline passed: the unit goes to another volunteer
        \---> GaveBack                                     returned untrained: the unit goes to another volunteer
 
-Each volunteer has an error rate, as in BOINC (``update_error_rate`` of its validator). It is an exponential
+Each volunteer has an error rate, as in BOINC (``update_error_rate`` of its validator). The rate is an exponential
 average that starts at 0.1 and forgets a unit after about ten more units. A volunteer that is often preempted becomes
 unreliable and gets few units. Only a bad result leads to a ban.
 """
@@ -38,19 +38,19 @@ class Unit(msgspec.Struct, frozen=True, order=True, array_like=True):
 
 
 class Entry(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """Something that happened ``at`` a time, in seconds since the epoch (1970), so that times outlive a restart."""
+    """An event at the time ``at``, in seconds since the epoch (1970). Such times stay valid after a restart."""
 
     at: float
 
 
 class Began(Entry, frozen=True):
-    """A coordinator with this random name begins or resumes the job; earlier coordinators make no more decisions."""
+    """A coordinator with this random name begins or resumes the job. Earlier coordinators make no more decisions."""
 
     coordinator: str
 
 
 class AssignmentEntry(Entry, frozen=True):
-    """Base of the entries about an assignment, a random name of 32 hex digits. An upload names only its assignment."""
+    """Base of the entries about an assignment, a random name of 32 hex digits. An upload contains only this name."""
 
     assignment: str
 
@@ -63,7 +63,7 @@ class AssignmentEntry(Entry, frozen=True):
 class Assigned(AssignmentEntry, frozen=True):
     """A volunteer gets a unit to train, from the parameters of ``version``.
 
-    ``volunteer`` is the volunteer's peer id in hex, ``name`` a name that it has chosen.
+    ``volunteer`` is the volunteer's peer id in hex, and ``name`` is a name that the volunteer has chosen.
     """
 
     unit: Unit
@@ -74,13 +74,13 @@ class Assigned(AssignmentEntry, frozen=True):
 
 
 class Returned(AssignmentEntry, frozen=True):
-    """The result of one replica has come; it is saved until enough results of the unit have come."""
+    """The result of one replica has come. The store keeps it until enough results of the unit have come."""
 
 
 class Accepted(AssignmentEntry, frozen=True):
     """A result is accepted and waits to be assimilated.
 
-    ``alpha`` is the weight of the server's parameters, ``change`` the L2 norm of the change by training.
+    ``alpha`` is the weight of the server's parameters, and ``change`` is the L2 norm of the change by training.
     """
 
     unit: Unit
@@ -93,7 +93,7 @@ class Rejected(AssignmentEntry, frozen=True):
 
 
 class Expired(AssignmentEntry, frozen=True):
-    """The deadline passed."""
+    """The deadline passed, the volunteer was banned, or the unit was overdue when another result came."""
 
 
 class GaveBack(AssignmentEntry, frozen=True):
@@ -117,7 +117,7 @@ class Measured(Entry, frozen=True):
 
 
 class EpochEnded(Entry, frozen=True):
-    """All units of an epoch are assimilated; has the mean, lowest and highest accuracy over these units."""
+    """All units of an epoch are assimilated. The accuracies are the mean, lowest and highest over these units."""
 
     epoch: int
     accuracy: float
@@ -134,13 +134,16 @@ AnyEntry: TypeAlias = Began | UnitEntry | Measured | EpochEnded | Finished
 encode_entry = msgspec.msgpack.Encoder().encode
 decode_entry = msgspec.msgpack.Decoder[AnyEntry](AnyEntry).decode
 MEMORY = 0.9
-"""Part of an error rate that remains after the next unit."""
+"""Fraction of an error rate that remains after the next unit."""
 BAN_RATE = 0.28
-"""With this error rate, a bad result leads to a ban. Three bad results in a row reach it, or every fourth result."""
+"""A bad result that raises the error rate above this value leads to a ban.
+
+Three bad results in a row reach it. In the long run, one bad result in four reaches it too.
+"""
 FIRST_BAN_S = 600.0
 LONGEST_BAN_S = 86_400.0
 FREE_RETURNS = 3
-"""After more returns than this without a good result in between, a volunteer must pause.
+"""After more returns of units than this without a good result in between, a volunteer must pause.
 
 Units that come back again and again delay the epoch and fill the log.
 """
@@ -173,7 +176,7 @@ class VolunteerState:
 
     @property
     def proven(self) -> bool:
-        """True if the volunteer may hold as many units as the plan allows, and gets failed units first."""
+        """True for a reliable volunteer. It may hold as many units as the plan allows, and gets failed units first."""
         return self.accepted > 0 and self.error_rate <= 0.5
 
     def on_accepted(self) -> None:
@@ -218,8 +221,8 @@ Fate: TypeAlias = Literal["out", "returned", "accepted", "rejected", "expired", 
 class UnitReplica:
     """A unit ``given`` to a volunteer.
 
-    Its fate is ``accepted`` also if its result agreed with the accepted result, and ``superseded`` if results of other
-    volunteers were accepted without it.
+    The fate is ``accepted`` also if the replica's result agreed with the accepted result. It is ``superseded`` if the
+    coordinator accepted results of other volunteers without this one.
     """
 
     given: Assigned
@@ -232,11 +235,11 @@ class UnitState:
 
     replicas: list[UnitReplica] = field(default_factory=list)  # all of them, oldest first
     accepted: bool = False  # whether one of its results is accepted
-    staleness: int | None = None  # results assimilated between its start and its own result; None before
+    staleness: int | None = None  # results assimilated between its start and its own; None before its own
     failed_by: dict[str, float] = field(default_factory=dict)  # when each volunteer last failed the unit
 
     def live(self) -> list[UnitReplica]:
-        """Return the replicas whose results may still come, or wait for a majority."""
+        """Return the replicas whose results may still come, or came and wait for a majority."""
         return [replica for replica in self.replicas if replica.fate in {"out", "returned"}]
 
     def is_with(self, volunteer: str) -> bool:
@@ -263,7 +266,7 @@ _latest: Callable[[], deque[float]] = partial(deque, maxlen=100)
 
 @dataclass
 class JobState:
-    """The state of a job that results from its log; an epoch of the job has ``subsets`` units."""
+    """The state of a job that results from its log. An epoch of the job has ``subsets`` units."""
 
     subsets: int
     coordinator: str = ""  # name of the newest coordinator
@@ -434,7 +437,7 @@ class JobStatus:
 
     @property
     def accuracy(self) -> float | None:
-        """Mean accuracy of the newest epoch for which one was measured."""
+        """Mean accuracy of the newest epoch whose accuracy was measured, or None."""
         for epoch in reversed(self.epochs):
             if math.isfinite(epoch.accuracy):
                 return epoch.accuracy

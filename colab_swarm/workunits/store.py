@@ -1,11 +1,11 @@
 """The interface of a store of a job's state (log, parameters, waiting results), and how to open one by its address.
 
 A store outlives the coordinator. Each method is atomic: if a process is killed at any moment, a call has taken effect
-completely or not at all. It is also durable if the database is durable. The coordinator and the parameter servers
+completely or not at all. If the database is durable, so is each call. The coordinator and the parameter servers
 use a store at the same time, from several threads and processes. If a call raises `StoreError` because the
-connection broke, it may have taken effect or not: read the log again.
+connection broke, the call may have taken effect or not. Then read the log again.
 
-`open_store` opens the store of an address. The libraries of a store are loaded only then.
+`open_store` opens the store of an address, and only then loads the store's libraries.
 """
 
 import time
@@ -23,7 +23,7 @@ from colab_swarm.workunits.weights import Floats
 
 Blobs: TypeAlias = Mapping[str, bytes]
 Update: TypeAlias = Callable[[Floats], Floats]
-"""Returns new parameters, given the current ones, which are read-only and valid only during the call."""
+"""Returns new parameters, given the current parameters, which are read-only and valid only during the call."""
 FORMS = (
     "memory, a file such as job.db or sqlite:////absolute/path, redis://HOST:6379/0, unix:///path/of/redis.sock, "
     "postgresql+psycopg://USER:PASSWORD@HOST/DATABASE or mysql+pymysql://USER:PASSWORD@HOST/DATABASE"
@@ -31,19 +31,19 @@ FORMS = (
 REDIS = {"redis", "rediss", "unix"}
 SQL = {"postgresql+psycopg", "mysql+pymysql"}
 KEEP_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 40)}
-"""Environment of server processes: it lets glibc reuse the memory of vectors, which halves the time of an update."""
+"""Environment of server processes. With it, glibc reuses the memory of vectors, and an update takes half the time."""
 
 
 @dataclass(frozen=True)
 class Parameters:
-    """Read-only values (numel,) after ``version`` updates; a store with eventual consistency may lose some updates."""
+    """Read-only values (numel,) after ``version`` updates. A store with eventual consistency may lose some updates."""
 
     version: int
     values: Floats
 
 
 class ParameterStore(ABC):
-    """The state of one job. ``shared``: other processes can open the store at ``url``."""
+    """The state of one job. If ``shared``, other processes can open the store at ``url``."""
 
     shared = True
 
@@ -67,7 +67,7 @@ class ParameterStore(ABC):
 
     @abstractmethod
     def blob(self, name: str) -> bytes:
-        """Return a blob; raise KeyError if there is none of this name."""
+        """Return a blob; raise KeyError if no blob has this name."""
 
     @abstractmethod
     def parameters(self) -> Parameters:
@@ -75,13 +75,13 @@ class ParameterStore(ABC):
 
     @abstractmethod
     def claim(self, server: str, *, now: float, lease_s: float) -> Accepted | None:
-        """Lease the oldest free result to ``server`` until ``now + lease_s``; return None if none waits."""
+        """Lease the oldest free result to ``server`` until ``now + lease_s``; return None if no result is free."""
 
     @abstractmethod
     def assimilate(self, accepted: Accepted, update: Update, *, server: str, now: float) -> int | None:
         """Replace the parameters by ``update(parameters)``, log `Assimilated`, and delete the result.
 
-        Returns the new version. If the result was assimilated already, changes nothing and returns None.
+        Returns the new version. If the result was assimilated before, change nothing and return None.
         """
 
     @abstractmethod
@@ -101,7 +101,7 @@ class ParameterStore(ABC):
 
 
 def assimilated(accepted: Accepted, version: int, *, server: str, now: float, began: float) -> Assimilated:
-    """Return the log entry of an update that began at ``began``, by `time.perf_counter`."""
+    """Return the log entry of an update that began at ``began`` on the clock `time.perf_counter`."""
     return Assimilated(
         at=now,
         unit=accepted.unit,
@@ -113,7 +113,7 @@ def assimilated(accepted: Accepted, version: int, *, server: str, now: float, be
 
 
 def pieces_of(data: bytes | memoryview, size: int) -> list[memoryview]:
-    """Cut ``data`` into pieces of ``size`` bytes, at least one piece, without a copy."""
+    """Cut ``data`` into pieces of ``size`` bytes without a copy. Empty data give one empty piece."""
     view = memoryview(data)
     return [view[start : start + size] for start in range(0, max(1, len(view)), size)]
 

@@ -1,8 +1,8 @@
 """`cs.workunits.volunteer`: train units of another person's job on this machine.
 
 Each slot of a volunteer requests a unit, fetches its data, trains it, uploads the result, and starts again. Network
-errors never end a volunteer; only refusals by the coordinator do. All units of the process are trained in turns
-on one thread, because all threads share torch's random numbers. So replicas of a unit agree.
+errors never end a volunteer. All threads share torch's random numbers. So the process trains all its units in turns on
+one thread, and replicas of a unit agree.
 """
 
 import asyncio
@@ -59,10 +59,10 @@ FINISH_S = 30.0
 FAREWELL_S = 5.0
 """Time limit for giving units back."""
 AFTER_REFUSAL_S = (0.5, 60.0)
-"""Waits after refused results: the first wait, and the longest."""
+"""Waits after refused results: the first wait and the longest wait."""
 SHORTEST_WAIT_S = 0.05
 TURN_S = 0.1
-"""How long a unit trains before it is the next unit's turn."""
+"""How long a unit trains until the next unit gets its turn."""
 SAVE_S = 30.0
 MAX_FOLDERS = 64
 """Most volunteers of one name on one machine."""
@@ -82,9 +82,9 @@ class _JobFinished(_Over):
 class Volunteer(AbstractContextManager["Volunteer"]):
     """A volunteer that works in the background while ``gate`` is open. `watch` shows its progress, `close` ends it.
 
-    On an event loop use `begin`, `wait_over` and `leave`; from other threads `wait` and `close`. The volunteer
+    On an event loop use `begin`, `wait_over` and `leave`. From other threads use `wait` and `close`. The volunteer
     trains ``units`` units at a time, and keeps data and unfinished units in ``folder``. Raises ValueError
-    if the job's model is not that of the coordinator's ``card``, or if ``units`` is below 1.
+    if the model of ``job`` differs from the model on the coordinator's ``card``, or if ``units`` is below 1.
     """
 
     def __init__(
@@ -143,7 +143,7 @@ class Volunteer(AbstractContextManager["Volunteer"]):
         await self.wait_over()
 
     def wait(self, seconds: float | None = None) -> bool:
-        """Wait until the volunteer has ended, at most ``seconds``; return True if it has ended."""
+        """Wait until the volunteer has ended, or for ``seconds``; return True if it has ended."""
         Runtime.shared().call(waited(self.wait_over(), seconds))
         return self._seen.over
 
@@ -231,7 +231,7 @@ class Volunteer(AbstractContextManager["Volunteer"]):
         return _Over(f"{what} failed: {reason}")
 
     async def _farewell(self, finished: bool) -> None:
-        """Give back the units that this volunteer holds; if that fails, they stay on disk for the next session."""
+        """Give back the units that this volunteer holds. If this fails, the units stay on disk for the next session."""
         # wait until the thread is idle, because then nothing more is saved
         await waited(THREAD.run(lambda: None), FAREWELL_S)
         if self._in_hand and not finished:
@@ -273,7 +273,7 @@ class Volunteer(AbstractContextManager["Volunteer"]):
     # -- one unit
 
     async def _next(self) -> UnitInHand | None:
-        """Return a unit to train; or wait for a while and return None."""
+        """Return a unit to train. If there is none, wait for a while and return None."""
         if self._left_behind:
             return self._left_behind.pop()
         await self._gate.wait_open()
@@ -328,7 +328,7 @@ class Volunteer(AbstractContextManager["Volunteer"]):
         self._seen.samples += subset.rows * self._job.plan.local_epochs
 
     async def _data(self, subset: Subset) -> bytes:
-        """Return a subset of the data from the cache, or from the coordinator."""
+        """Return a subset of the data, from the cache or from the coordinator."""
         data = await asyncio.to_thread(self._cache.get, subset.sha256)
         if data is None:
             data = await self._client.data(subset)
@@ -359,7 +359,7 @@ class Volunteer(AbstractContextManager["Volunteer"]):
                 return
 
     async def _compute(self, work: Callable[[], T]) -> T:
-        """Run code of the job on the training thread; raise _Over if it fails."""
+        """Run code of the job on the training thread; raise _Over if the code fails."""
         await self._gate.wait_open()
         try:
             return await THREAD.run(work)
@@ -369,7 +369,7 @@ class Volunteer(AbstractContextManager["Volunteer"]):
 
 
 def _owner(client: CoordinatorClient, card: JobCard) -> str:
-    """Return a name for the saved units of a volunteer in a job; it does not depend on the coordinator."""
+    """Return a name for the saved units of a volunteer in a job. The name does not depend on the coordinator."""
     job = msgspec.structs.replace(card, key=b"", membership=b"", signature=b"").encode()
     return sha256(client.token.identity.id + job).hexdigest()
 
@@ -387,21 +387,21 @@ def volunteer(
 ) -> Volunteer:
     """Train units of a job on this machine. The volunteer only makes outgoing HTTP(S) requests.
 
-    If the kernel dies, call this again with the same ``peer_name`` and ``folder``: units whose deadline has not
-    passed are resumed. A second call while the volunteer works returns the same volunteer, so you can run a cell again.
-    Raises InviteError for a wrong link, JoinError if the coordinator does not answer or does not admit this peer,
-    and TermsError. Raises ValueError if the code is not trusted yet (the message says where to read it), or if
-    ``job`` is another job.
+    If the kernel dies, call this again with the same ``peer_name`` and ``folder``. The volunteer then resumes the units
+    whose deadline has not passed. A second call while the volunteer works returns the same volunteer, so you can run a
+    cell again. Raises InviteError for a wrong link, JoinError if the coordinator does not answer or does not admit this
+    peer, and TermsError if the platform's terms are not accepted. Raises ValueError if ``job`` is another job, or if
+    you have not trusted the code yet. The message then says where to read the code.
 
     Args:
         link: the link that the coordinator shows.
-        job: your copy of the job. Then your code runs, and not the code that the coordinator sends.
-        trust_code: run the code that the coordinator sends; read it first.
+        job: your copy of the job. The volunteer then runs your code, and not the code that the coordinator sends.
+        trust_code: True to run the code that the coordinator sends. Read the code first.
         units: how many units to train at a time.
-        peer_name: the name that others see; by default the name of this machine.
-        folder: where data and unfinished units are kept; by default in your home.
-        device: where to train; by default a GPU if there is one.
-        accept_terms: True if the platform's terms allow this; needed on Colab.
+        peer_name: the name that others see. By default the name of this machine.
+        folder: folder for data and unfinished units. By default in your home.
+        device: where to train. By default a GPU, if there is one.
+        accept_terms: True if the platform's terms allow volunteering, as Colab requires.
     """
     url, invite = parse_link(link)
     name = peer_name or socket.gethostname()
@@ -434,7 +434,7 @@ def open_volunteer(
     device: str | torch.device | None,
     gate: PauseGate | None = None,
 ) -> Volunteer:
-    """Begin to work for a coordinator. ``client_in`` makes the client for it, given the volunteer's folder."""
+    """Begin to work for a coordinator. ``client_in`` returns a client for it, given the volunteer's folder."""
     runtime = Runtime.shared()
     own, lock = take_folder(folder, name)
     with ExitStack() as held:
@@ -454,7 +454,7 @@ def open_volunteer(
 
 
 def resources_of(device: torch.device | None) -> Resources:
-    """Return the resources of this machine for one job; 0 for those that the system does not report."""
+    """Return the resources of this machine for one job. A resource that the system does not report is 0."""
     memory_bytes = 0
     # Windows has no `sysconf`
     with suppress(AttributeError, ValueError, OSError):
@@ -504,7 +504,7 @@ def _trusted(card: JobCard, folder: Path, *, trust_code: bool) -> Job:
 
 
 def take_folder(folder: str | Path | None, name: str) -> tuple[Path, FileLock]:
-    """Lock the first free one of the folders ``name``, ``name-2`` …, because two volunteers need two folders."""
+    """Lock and return the first free folder of ``name``, ``name-2`` …, because two volunteers need two folders."""
     if folder is None:
         folder = Path.home() / ".cache" / "colab_swarm" / "volunteers"
     base = Path(folder)

@@ -1,7 +1,7 @@
 """The coordinator over HTTP: requests of `colab_swarm.workunits.messages`, and a public status page.
 
-The server refuses a bad request as early as possible: by its token, then by the size that it announces, then by the
-assignment that it names. Only after these checks it reads the body. No part of a request is used as a file's path.
+The server refuses a bad request as early as possible: first by its token, then by the assignment that it names, then by
+the size that it announces. It reads the body only after these checks. It uses no part of a request as a file's path.
 """
 
 import asyncio
@@ -51,7 +51,7 @@ MAX_DOWNLOADS = 64
 MAX_KEPT = 64
 MAX_KEPT_BYTES = 128 << 20
 SHARE = 4
-"""A volunteer may have at most 1/`SHARE` of the transfers."""
+"""A volunteer may have at most the fraction 1/`SHARE` of all transfers at the same time."""
 MAX_CHECKS = 4
 
 # Time limit of a transfer; a large file has more time.
@@ -62,7 +62,7 @@ SENT_BYTES = 64 << 10
 BUSY_S = 1
 """Seconds after which a volunteer retries if the coordinator is busy or its store fails."""
 FAREWELL_S = 2.0
-"""Time limit for reading a refused body to its end, and for transfers that run when the server closes."""
+"""Time limit for reading a refused body to its end, and for transfers that are open when the server closes."""
 STATUSES = dict(token=401, banned=403, unknown=404, stale=410, surplus=410, size=413, invalid=422, busy=503)
 VOLUNTEER: web.RequestKey[str] = web.RequestKey("volunteer", str)
 """The volunteer's id in hex."""
@@ -70,12 +70,12 @@ DIGEST: web.RequestKey[bytes] = web.RequestKey("digest", bytes)
 
 
 def most_uploads(size_bytes: int) -> int:
-    """Return how many results of ``size_bytes`` may be uploaded at the same time, because uploads are in memory."""
+    """Return how many results of ``size_bytes`` the server takes at the same time, because uploads are in memory."""
     return max(MIN_UPLOADS, min(MAX_UPLOADS, MAX_UPLOADS_BYTES // size_bytes))
 
 
 class CoordinatorServer:
-    """The web server of a job: it serves volunteers according to the ``log``, and shows pages of the ``status``.
+    """The web server of a job. It serves volunteers according to the ``log``, and shows pages of the ``status``.
 
     A result may change the parameters by at most ``most`` (L2 norm).
     """
@@ -112,7 +112,7 @@ class CoordinatorServer:
         self._runner: web.AppRunner | None = None
 
     async def start(self, host: str, port: int) -> None:
-        """Listen; port 0 chooses a free one. Raises PortError if the port is taken."""
+        """Listen on ``port``, or on a free port if it is 0. Raises PortError if the port is taken."""
         app = web.Application(middlewares=[self._answered], client_max_size=MAX_BODY_BYTES)
         app.router.add_routes(
             [
@@ -239,7 +239,7 @@ class CoordinatorServer:
             return _answer(answer)
 
     async def _assign(self, volunteer: str, ask: AskForUnit, now: float) -> Assigned | None:
-        """Assign a unit; save a blob with the initial parameters if replicas of the unit share them."""
+        """Assign a unit. If replicas of the unit share their initial parameters, save a blob with these parameters."""
         core = self._dispatcher
         assigned = core.assign(volunteer, now=now, name=ask.name, resources=ask.resources)
         if assigned is None:
@@ -272,7 +272,7 @@ class CoordinatorServer:
     # -- results
 
     async def _result(self, request: web.Request) -> web.Response:
-        """Receive a result, which is in memory until it is checked. After a temporary failure it may be sent again."""
+        """Receive a result into memory and check it. After a temporary failure, the volunteer may send it again."""
         assignment = request.match_info["assignment"]
         volunteer = request[VOLUNTEER]
         _raise(self._dispatcher.refusal(assignment, volunteer, now=time.time()))
@@ -287,7 +287,7 @@ class CoordinatorServer:
         return _answer(Taken(assignment))
 
     async def _take(self, volunteer: str, assignment: str, data: bytes) -> None:
-        """Check a result and write the decision on it; raise CallRefused if it is invalid or no longer wanted."""
+        """Check a result and log the decision on it; raise CallRefused if the result is invalid or no longer wanted."""
         core = self._dispatcher
         # the result has waited for this check, and may no longer be wanted
         _raise(core.refusal(assignment, volunteer, now=time.time()))
@@ -319,9 +319,9 @@ class CoordinatorServer:
             raise CallRefused("invalid", reasons[0])
 
     def _distance(self, results: dict[str, Floats], base: Floats, assignment: str, other: str) -> float:
-        """Return the distance of two results, relative to the change from ``base``.
+        """Return the distance of two results, relative to the larger of their changes from ``base``.
 
-        Results that are not among ``results`` are read from the store.
+        Read results that are not among ``results`` from the store.
         """
         for name in {assignment, other} - results.keys():
             results[name] = np.frombuffer(self._log.store.blob(f"result-{name}"), "<f4")
@@ -357,7 +357,7 @@ class CoordinatorServer:
             return await self._send(request, data, f'"{version}-packed"', PACKED)
 
     async def _file(self, unit: Unit | None) -> tuple[int, memoryview]:
-        """Return the version and the file of a unit's initial parameters; None: of the newest parameters."""
+        """Return the version and the file of a unit's initial parameters. Without a unit, use the newest parameters."""
         async with self._loading:
             if unit is None:
                 version = max({self._dispatcher.state.version, *self._files})
@@ -384,7 +384,7 @@ class CoordinatorServer:
     async def _send(
         self, request: web.Request, data: memoryview, etag: str, kind: str = "application/octet-stream"
     ) -> web.StreamResponse:
-        """Send a file, or the requested range of it."""
+        """Send a file, or the range of it that the request names."""
         headers = {"ETag": etag, "Accept-Ranges": "bytes", "Cache-Control": "no-cache"}
         status = 200
         start = 0

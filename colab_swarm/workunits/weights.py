@@ -1,4 +1,4 @@
-"""A model's parameters and buffers as one flat vector, and as the safetensors file sent over the network."""
+"""A model's parameters and buffers as one flat vector, and as the safetensors file that travels over the network."""
 
 import math
 import statistics
@@ -18,7 +18,7 @@ from colab_swarm.tensors.statedict import decode_head, encode_head
 Floats: TypeAlias = npt.NDArray[np.float32]
 
 MAX_WHOLE = 1 << 24
-"""Integers up to this one are exact in float32."""
+"""Integers up to this value are exact in float32."""
 KNOWN = 5
 """After this many accepted results, the usual change of the parameters is known."""
 MOST = 1e18
@@ -38,7 +38,7 @@ class Schema:
 
     @classmethod
     def of(cls, model: nn.Module) -> "Schema":
-        """Return a model's schema; raise ValueError if it has values that float32 cannot represent."""
+        """Return a model's schema; raise ValueError if the model has values that float32 cannot represent."""
         state = model.state_dict()
         for name, values in state.items():
             # results have the same limits
@@ -60,7 +60,7 @@ class Schema:
         return len(self.head()) + 4 * self.numel
 
     def head(self) -> bytes:
-        """Return the head of a safetensors file with these tensors, as float32 in order."""
+        """Return the head of a safetensors file with these tensors as float32, in order."""
         return encode_head((name, "float32", shape) for name, shape in self.entries)
 
     def encode(self, values: Floats) -> bytes:
@@ -70,8 +70,8 @@ class Schema:
     def pack(self, file: bytes | memoryview) -> bytes:
         """Return a file of values, compressed without loss, or unchanged if compression makes it no smaller.
 
-        zstd makes trained float32 values 8 % smaller. They become 8 to 14 % smaller if the first bytes of all values
-        are stored together, then the second bytes, and so on, because only signs and exponents resemble each other.
+        zstd makes trained float32 values 8 % smaller. They become 8 to 14 % smaller if the file has the first bytes of
+        all values together, then the second bytes, and so on, because only signs and exponents resemble each other.
         """
         head_bytes = len(self.head())
         places = np.frombuffer(file, np.uint8, offset=head_bytes).reshape(-1, 4).T
@@ -124,8 +124,8 @@ class Schema:
     ) -> tuple[Floats, float]:
         """Return a result's values (numel,) and the L2 norm of its change from ``base``.
 
-        Raises ValueError if the norm is greater than ``most`` or greater than ``max_change`` times the median of
-        ``changes``, or if the file is unusable.
+        Raises ValueError if the file is unusable, or if the norm is greater than ``most``. With at least `KNOWN`
+        ``changes``, also raises ValueError if the norm is greater than ``max_change`` times their median.
         """
         values = self.decode(data)
         bad = len(values) - int(np.count_nonzero(np.abs(values) <= MOST))
@@ -170,10 +170,10 @@ PIECE = 1 << 16
 def assimilate(server: Floats, result: Floats, alpha: float) -> Floats:
     """Return the server's parameters after a result: ``W_s <- alpha W_s + (1 - alpha) W_c``.
 
-    All are (numel,) in float32; ``alpha`` is in [0, 1). This is equation 1 of "Distributed Deep Learning Using
-    Volunteer Computing-Like Paradigm". After n results, in any order, the weight of the parameters before them is
-    ``alpha^n``. If equation 1 is repeated, each earlier result gets further powers of alpha. Equation 2 as printed,
-    the sum after n results, lacks these powers; this function follows equation 1.
+    W_s are the server's parameters, and W_c is the result. Both are (numel,) in float32; ``alpha`` is in [0, 1). This
+    is equation 1 of "Distributed Deep Learning Using Volunteer Computing-Like Paradigm". After n results in any order,
+    the weight of the parameters before them is ``alpha^n``. Each repetition of equation 1 multiplies the weights of all
+    earlier results by alpha. Equation 2 as printed, the sum after n results, lacks these powers of alpha.
     """
     # start from the vector with the larger weight: rounding is least, and zero if both agree or alpha is 0
     near = server
