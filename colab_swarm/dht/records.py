@@ -1,7 +1,7 @@
 """Records: signed values in the DHT. Under a key, each owner has one record, which expires.
 
-``expires_at`` and ``version`` are signed, and are accepted with a tolerance of `CLOCK_SLACK_S`, so a record
-cannot be sent again after its end. A holder counts ``ttl_s`` down by its own clock, so wrong clocks do no harm.
+The owner signs ``expires_at`` and ``version``, and holders accept them with a tolerance of `CLOCK_SLACK_S`. So no peer
+can store a record again after its end. A holder counts ``ttl_s`` down by its own clock, so wrong clocks do no harm.
 """
 
 import hashlib
@@ -26,7 +26,7 @@ VERIFIED_RECORDS = 20_000  # size of the cache of checked signatures; checking o
 
 
 class Record(Message, frozen=True):
-    """One owner's value under a key; only the owner can replace it."""
+    """One owner's value under a key. Only the owner can replace it."""
 
     value: bytes  # msgpack
     expires_at: float  # end of its life, in the writer's swarm time
@@ -42,7 +42,7 @@ class Record(Message, frozen=True):
 
     @property
     def rank(self) -> tuple[int, bytes]:
-        """Of two records, every peer keeps the one of higher rank, in whatever order they arrive."""
+        """Sort key of an owner's records. Every peer keeps the highest rank, in whatever order records arrive."""
         return self.version, self.value
 
     @property
@@ -60,7 +60,7 @@ class Record(Message, frozen=True):
 
 
 class FindNear(Message, frozen=True):
-    """Requests known peers near ``key`` and, if ``records`` is True, the records under it."""
+    """Requests known peers near ``key`` and, if ``records`` is True, the records under ``key``."""
 
     key: bytes
     asker: Contact
@@ -75,14 +75,14 @@ class FoundNear(Message, frozen=True):
 
 
 class Fetch(Message, frozen=True):
-    """Requests the records under ``key``; peers that have none forward it, at most ``forwards`` times in a row."""
+    """Requests the records under ``key``. Peers without records forward it, at most ``forwards`` times in a row."""
 
     key: bytes
     forwards: int
 
 
 class Fetched(Message, frozen=True):
-    """All records of the first peer that holds any, and how many times the query was forwarded to reach it."""
+    """All records of the first peer that holds any. The query was forwarded ``hops`` times to reach this peer."""
 
     records: tuple[Record, ...]
     hops: int
@@ -95,17 +95,18 @@ class StoreRecord(Message, frozen=True):
 
 
 class Stored(Message, frozen=True):
-    """For each record, the reason why it was refused, or an empty text; and the nearest known peers."""
+    """For each record, the reason if it was refused, or an empty text. Also the nearest known peers."""
 
     refusals: tuple[str, ...]
     contacts: tuple[Contact, ...]
 
 
 class Storage:
-    """The records that a peer holds, by key and owner; ``now`` is monotonic seconds, ``swarm_time`` is `Node.time`.
+    """The records that a peer holds, by key and owner. ``now`` is monotonic seconds, ``swarm_time`` is `Node.time`.
 
-    If a limit is reached, a new record takes the place of others: of the longest ones if its key is full, of the oldest
-    ones if the peer is full. Owners that renew their records keep them. ``role_by`` is `Node.role_by`.
+    If a limit is reached, a new record takes the place of other records. If its key is full, it replaces the longest
+    records; if the peer is full, it replaces the oldest records. A renewed record counts as new. ``role_by`` is
+    `Node.role_by`.
     """
 
     def __init__(self, role_by: Callable[[bytes, bytes, float], Role]) -> None:
@@ -120,9 +121,9 @@ class Storage:
         return iter(self._keys)
 
     def put(self, key: bytes, record: Record, *, now: float, swarm_time: float) -> str | None:
-        """Hold ``record`` until its end; return the reason if it is refused, or None.
+        """Hold ``record`` until its end; return None, or the reason if the record is refused.
 
-        If this record or a newer one is held already, nothing changes; its life is not extended either.
+        If the peer already holds this record or a newer record, nothing changes. The record's life does not grow.
         """
         self._sweep(now)
         held, end = self._keys.get(key, {}).get(record.owner, (None, 0.0))
@@ -144,7 +145,7 @@ class Storage:
         return None
 
     def _crowded(self, key: bytes, record: Record, held: Record | None) -> str | None:
-        """Make room for a record that replaces ``held``; return the reason if there is none, or None."""
+        """Make room for a record that replaces ``held``; return None, or the reason if there is no room."""
         more_bytes = record.size_bytes - (held.size_bytes if held else 0)
         if self._owned[record.owner] + more_bytes > OWNER_BYTES:
             return f"its owner has {OWNER_BYTES} bytes here"

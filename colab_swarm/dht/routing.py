@@ -1,12 +1,12 @@
 """Routing table and lookups of Kademlia over 256-bit ids (Maymounkov & Mazieres 2002). Free of I/O.
 
 Bucket i holds peers whose id shares exactly i leading bits with this peer's id, least recently seen first (section
-2.2). A contact that still answers is never replaced, because peers with a long uptime tend to stay.
+2.2). The table never replaces a contact that still answers, because peers with a long uptime tend to stay.
 
 A lookup (section 2.3) has no barrier between rounds. A query is slow if it is older than ``patience_s``. Until a slow
-query is answered, another query takes its place among the ``alpha`` queries in flight, and its peer does not count
-among the nearest. The lookup is done when the ``width`` nearest other peers have answered. If there are fewer peers,
-slow queries get `GRACE` times the patience.
+query is answered, another query takes its place among the ``alpha`` queries in flight, and the slow peer does not count
+among the nearest peers. The lookup is done when the ``width`` nearest other peers have answered. If there are fewer
+peers, slow queries get `GRACE` times the patience.
 """
 
 import bisect
@@ -57,7 +57,7 @@ class RoutingTable:
             yield from bucket.values()
 
     def saw(self, contact: Contact, now: float) -> bool:
-        """Note that a peer sent something; return True if it is new. Only peers that can be dialled enter the table."""
+        """Note a message of a peer; return True if the peer is new. Only peers that can be dialled enter the table."""
         self._failures.pop(contact.id, None)
         self.lost.pop(contact.id, None)
         shared = common_bits(self._me, contact.id)
@@ -72,7 +72,7 @@ class RoutingTable:
         return not known
 
     def failed(self, peer: PeerId) -> None:
-        """Note that a peer did not answer; after repeated failures the peer is dropped."""
+        """Note that a peer did not answer. After `MAX_FAILURES` in a row, move the peer to ``lost``."""
         bucket = self._buckets.get(common_bits(self._me, peer), {})
         if not (peer in bucket or peer in self.lost):
             return
@@ -121,7 +121,7 @@ class _Candidate:
 
 
 class Lookup:
-    """A search for the ``width`` peers nearest to ``target``. To continue a search that is done, raise ``width``."""
+    """A search for the ``width`` peers nearest to ``target``. To continue a finished search, raise ``width``."""
 
     def __init__(
         self, target: bytes, seeds: Iterable[Contact], *, width: int, alpha: int, patience_s: float = 1.0
@@ -143,7 +143,7 @@ class Lookup:
                 bisect.insort(self._by_distance, entry, key=lambda entry: entry[0])
 
     def next_queries(self, now: float) -> list[Contact]:
-        """Return the peers to query now; their queries count as in flight until `on_answer`."""
+        """Return the peers to query now. Their queries count as in flight until `on_answer`."""
         window = self._window(now)
         places = self._alpha - sum(candidate.awaited for candidate in window)
         chosen = [candidate for candidate in window if candidate.asked_at == math.inf][: max(0, places)]
@@ -153,7 +153,7 @@ class Lookup:
         return [candidate.contact for candidate in chosen]
 
     def on_answer(self, peer: PeerId, closer: Iterable[Contact] | None) -> None:
-        """Note that ``peer`` answered and named ``closer`` peers; ``closer`` is None if it will not answer."""
+        """Note that ``peer`` answered and named ``closer`` peers. If it will not answer, ``closer`` is None."""
         candidate = self._candidates[peer]
         candidate.answered = closer is not None
         self._add(closer or (), hops=candidate.hops + 1)
@@ -168,7 +168,7 @@ class Lookup:
         return not any(not window or now < at + self.patience_s * GRACE for at in self._in_flight())
 
     def wake_at(self, now: float) -> float | None:
-        """Return when the next query becomes slow, or its grace ends; None if only an answer changes the state."""
+        """Return when the next query becomes slow or a grace ends; None if only an answer changes the state."""
         limits = [at + self.patience_s * factor for at in self._in_flight() for factor in (1, GRACE)]
         return min((at for at in limits if at > now), default=None)
 
@@ -180,7 +180,7 @@ class Lookup:
         return [c.contact for _, c in self._by_distance if c.answered][:count]
 
     def hops(self, peer: PeerId) -> int:
-        """Return how many queries, one after another, led to the answer of ``peer``; 1 for a seed."""
+        """Return how many queries in a row led to the answer of ``peer``. For a seed, this is 1."""
         return self._candidates[peer].hops
 
     def _window(self, now: float) -> list[_Candidate]:

@@ -1,8 +1,8 @@
 """The DHT for its users: store and get values at the peers nearest to a key.
 
-A peer that knows the whole swarm, or that stored under the key a short time ago, stores without a lookup. The replies
-name peers that are nearer to the key, if there are any. Each query contains its sender's contact. Only peers that sent
-this peer a query or an answer enter its routing table.
+A peer that knows the whole swarm, or that stored under the key a short time ago, stores without a lookup. If there are
+peers nearer to the key, the replies name them. Each query contains its sender's contact. Only peers that sent this peer
+a query or an answer enter its routing table.
 """
 
 import asyncio
@@ -56,7 +56,7 @@ _ANSWER = "an answer"  # one key for all peers, because a lookup asks too many p
 
 
 def is_sound(contact: Contact) -> bool:
-    """Return True if a stranger's contact may be stored: its id has the right length, and it has few addresses."""
+    """Return True if a contact from any peer may be stored: its id has the right length, its addresses are few."""
     few = len(contact.addresses) <= MAX_ADDRESSES and sum(map(len, contact.addresses)) <= MAX_ADDRESS_CHARS
     return len(contact.id) == ID_BYTES and few
 
@@ -72,9 +72,9 @@ class Found:
 
 @dataclass(frozen=True)
 class Reading:
-    """The values that were found.
+    """The values that a look-up found.
 
-    ``hops`` is the number of queries, one after another, until the first record, and ``calls`` that of all queries.
+    ``hops`` is the number of queries in a row until the first record. ``calls`` is the number of all queries.
     """
 
     found: dict[PeerId, Found]
@@ -108,7 +108,7 @@ class DHT:
         return len(lookup.nearest(BUCKET_SIZE))
 
     async def publish(self, key: str | bytes, value: Any, *, ttl_s: float) -> int:
-        """Store this peer's ``value`` for ``ttl_s`` seconds, as msgpack and signed; return how many peers hold it.
+        """Sign this peer's ``value`` and store it as msgpack for ``ttl_s`` seconds; return how many peers hold it.
 
         The value replaces this peer's earlier value under the key. Raises `ValueError` if the value is too large.
         """
@@ -129,7 +129,7 @@ class DHT:
         return await self._store(id, (record,))
 
     async def get(self, key: str | bytes) -> dict[PeerId, Found]:
-        """Return all values under ``key`` that have not expired, by the peer that published each."""
+        """Return all values under ``key`` that have not expired, each by the peer that published it."""
         return (await self.read(key)).found
 
     async def published(self, key: str, kind: type[T]) -> dict[PeerId, T]:
@@ -167,8 +167,8 @@ class DHT:
     async def fetch(self, key: str | bytes) -> Reading:
         """Return the records of the first holder that answers, which is faster and less reliable than `read`.
 
-        Each peer forwards the query to nearer peers over open links, while `read` would dial each peer itself. Records
-        that this holder does not have are missing in the result, and a dishonest peer on the way can hide all records.
+        Each peer forwards the query to nearer peers over open links, while `read` would dial each peer itself. The
+        result lacks the records that this holder lacks, and a dishonest peer on the way can hide all records.
         """
         id = key_id(key)
         merged = Storage(self._peers.role_by)
@@ -178,7 +178,7 @@ class DHT:
         return Reading({}, None, PARALLEL)
 
     async def find_peer(self, peer: PeerId) -> Contact | None:
-        """Return the contact of ``peer``; None if it is not known and does not answer."""
+        """Return the contact of ``peer``; None if this peer is unknown and does not answer."""
         known = self._peers.contact_of(peer)
         if known.addresses:
             return known
@@ -198,12 +198,12 @@ class DHT:
         await asyncio.gather(*self.kill(), return_exceptions=True)
 
     def kill(self) -> list[asyncio.Task[Any]]:
-        """Cancel the background work, as a crash would, and keep serving; return the tasks."""
+        """Cancel the background work, as in a crash, but keep serving; return the tasks."""
         self._hands_over = False
         return self._tasks.cancel()
 
     async def find_near(self, target: bytes, *, width: int, seeds: Iterable[Contact] | None = None) -> Lookup:
-        """Find the ``width`` peers nearest to ``target``; the lookup starts at ``seeds`` or at known peers."""
+        """Find the ``width`` peers nearest to ``target``. The lookup starts at ``seeds``, or else at known peers."""
         lookup = self._lookup(target, width=width, seeds=seeds)
         await self._search(lookup, partial(self._ask, target, None, []))
         return lookup
@@ -270,9 +270,9 @@ class DHT:
     async def _ask(
         self, target: bytes, merged: Storage | None, first: list[PeerId], contact: Contact
     ) -> Iterable[Contact]:
-        """Query a peer for contacts and, if ``merged`` is given, for records to put into it.
+        """Query a peer for contacts and, if ``merged`` is given, for records to put into ``merged``.
 
-        If the peer sent valid records, its id is added to ``first``.
+        If the peer sent valid records, add its id to ``first``.
         """
         records = tuple[Record, ...]()
         contacts = tuple[Contact, ...]()
@@ -377,7 +377,7 @@ class DHT:
         return tuple(contact for contact in nearest if contact.id != caller)
 
     async def _hand_over(self, new: Contact) -> None:
-        """Send a new peer the records that it should hold, if this peer was the nearest to their keys until now."""
+        """Send a new peer the records that it should hold and to whose keys this peer was the nearest until now."""
         for key in list(self._storage):
             if new in self.table.nearest(key, REPLICAS) and self._nearest_to(key, but=new):
                 with contextlib.suppress(PeerError):
@@ -397,7 +397,7 @@ class DHT:
             await self.find_near(target, width=BUCKET_SIZE)
 
     async def _retry(self, *, if_cut_off: bool = False) -> None:
-        """Query a lost peer again; if it is back, its contacts reconnect two separate halves of a swarm."""
+        """Query a lost peer again. If it is back, its contacts reconnect two separate halves of a swarm."""
         if if_cut_off and len(self.table):
             return
         lost = [*self.table.lost.values()] or ([] if len(self.table) else self._entries)
@@ -413,7 +413,7 @@ class DHT:
 
 
 def key_id(key: str | bytes) -> bytes:
-    """Return the position of a key among the peers' ids: its SHA-256."""
+    """Return the SHA-256 of a key, which is its position among the peers' ids."""
     return hashlib.sha256(key.encode() if isinstance(key, str) else key).digest()
 
 

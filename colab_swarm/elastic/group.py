@@ -1,8 +1,8 @@
 """Form an elastic group, and exchange buckets over peer links.
 
 Peers that wait for a group find each other by `colab_swarm.averaging.assembly`. The first member sends its state to the
-others. Each pair of members has one stream. If the stream breaks, each of the two treats the other as lost and
-continues.
+other members. Each pair of members has one stream. If the stream breaks, each of the two members treats the other as
+lost, and continues.
 """
 
 import asyncio
@@ -29,14 +29,14 @@ GOODBYE_S = 5.0
 
 
 class ElasticLink(Message, frozen=True):
-    """Opens the stream between two members of a group; ``members`` are the ids of all."""
+    """Opens the stream between two members of a group. ``members`` has the ids of all members."""
 
     prefix: str
     members: tuple[PeerId, ...]
 
 
 class PeerExchange:
-    """This peer's streams to the other members, on the runtime's loop; ``opening`` names the group on the wire."""
+    """This peer's streams to the other members, on the runtime's loop. ``opening`` names the group on the wire."""
 
     steps: ElasticSteps
 
@@ -63,7 +63,7 @@ class PeerExchange:
     async def begin(self) -> None:
         """Report buckets and losses to ``steps`` from now on; return when all members are ready to receive.
 
-        Raises `StateError` if a member was lost before.
+        Raises `StateError` if a member is lost, or not ready in time.
         """
         self._begun.set()
         for index in filter(self._opens, self._queues):
@@ -80,7 +80,7 @@ class PeerExchange:
             raise StateError(f"a member was lost before the first step ({reasons}): restart all peers")
 
     def _opens(self, index: int) -> bool:
-        """Whether this peer dials. Of two members the first one dials, unless only the first one can be dialled."""
+        """Return True if this peer dials. The first of two members dials, unless only it has an address."""
         return (self.me < index) == self._dialled[max(index, self.me)]
 
     async def _dial(self, index: int) -> None:
@@ -144,7 +144,7 @@ class PeerExchange:
                 queue.put_nowait((piece, payload))
 
     def lose(self, index: int, reason: str) -> None:
-        """Stop the exchange with a member that left, was lost or was not honest."""
+        """Stop the exchange with a member that left, is lost or sent an invalid bucket."""
         if index not in self.lost:
             self.lost[index] = reason
             self._events.emit(PeerLeft(loop_now(), self.opening.members[index].hex(), reason))
@@ -159,7 +159,7 @@ class PeerExchange:
             self._all_ready.set()
 
     async def close(self) -> None:
-        """Send the queued buckets, and leave. Idempotent."""
+        """Send the queued buckets, then leave the group. Idempotent."""
         for queue in self._queues.values():
             queue.put_nowait(None)
         if self._tasks:
@@ -167,7 +167,7 @@ class PeerExchange:
         self.kill()
 
     def kill(self) -> None:
-        """End without a goodbye, as a crash would."""
+        """End without a goodbye, like a crashed peer."""
         for task in self._tasks:
             task.cancel()
 
@@ -179,7 +179,7 @@ async def enter_group(
     """Find the other members, load the first member's state into the replica, and yield an exchange.
 
     The services for finding members run until the end of the block, when all members are ready. Raises `StateError` if
-    the group is not formed, `ValueError` if another peer has other ``terms``.
+    the group is not formed, and `ValueError` if another peer has other ``terms``.
     """
     router = services.router
     prefix = settings.prefix

@@ -5,19 +5,19 @@ a bucket that has not arrived. It is zero, or the peer's own values of the same 
 between a late bucket and its stand-in. So a peer ends with the parameters of synchronous training, whatever the
 delays are.
 
-Invariants: a bucket is applied once; no bucket of a live peer that is older than the scheduler's ``max_delay`` is
-missing; gradients are summed in peer order, so equal gradients give equal bits at all peers.
+Invariants: a bucket is applied once. No bucket of a live peer is missing if it is older than the scheduler's
+``max_delay``. Gradients are summed in peer order, so equal gradients give equal bits at all peers.
 
-The global parameter x_t has applied each gradient of the steps before t. The view v_t^i of peer i is its own
-parameter. It lacks the gradients that have not arrived, and the residuals eps_j that compression sends later.
-With plain SGD at a learning rate alpha::
+The global parameter x_t has applied each gradient of the steps before t. The view v_t^i of peer i is the peer's own
+parameter. It lacks the gradients that have not arrived, and each peer j's residual eps_j, which compression sends
+later. With plain SGD at a learning rate alpha, and p peers::
 
     (x_t - v_t^i) / alpha  =  1/p  sum (missing values - their stand-ins)  +  1/p  sum_j eps_j
 
 With single steps (equation 10), t counts gradients, ordered by step and peer, and nothing is divided by p.
 All figures are in the unit of gradients, so alpha need not be known. They are averages over recent steps. The distance
 and M are averaged over the same steps with the same weights, so two peers that never wait reach their bound exactly.
-M is the M of the peer with the largest second moment.
+M is taken from the peer with the largest second moment.
 """
 
 import math
@@ -63,8 +63,8 @@ class Closed:
 class GradientLedger:
     """One peer's account of its group's gradients. It does not copy arrays, so do not change them afterwards.
 
-    ``sizes`` are the numbers of values of the buckets, ``peers`` is p at the start, and ``me`` is this peer's number,
-    0 to p - 1.
+    ``sizes`` has the number of values of each bucket. ``peers`` is p, the number of peers at the start, and ``me`` is
+    this peer's number, 0 to p - 1.
     """
 
     def __init__(self, sizes: Sequence[int], peers: int, me: int, scheduler: Scheduler) -> None:
@@ -86,7 +86,7 @@ class GradientLedger:
         self._ready_since = 0.0
 
     def on_own(self, step: int, bucket: int, values: Floats, *, now: float) -> None:
-        """Add a bucket of this peer's gradient, as the others decode it, so that all apply the same values.
+        """Add a bucket of this peer's gradient, as the other peers decode it, so that all peers apply equal values.
 
         Raises `ValueError` if the step is not open, or if the bucket is unknown or a duplicate.
         """
@@ -101,7 +101,7 @@ class GradientLedger:
     def on_received(self, peer: int, step: int, bucket: int, values: Floats) -> bool:
         """Add a bucket of another peer; return False if it is refused.
 
-        These are refused: duplicates, buckets that do not exist, buckets of a lost peer, and buckets of a step that an
+        Refuses duplicates, buckets that do not exist, buckets of a lost peer, and buckets of a step that an
         honest peer cannot have reached. A peer that has ended step s has this peer's whole step s - max_delay.
         """
         stranger = peer == self._me or not 0 <= peer < self._peers or peer in self.lost
@@ -239,7 +239,7 @@ class GradientLedger:
 
 
 class Recent:
-    """Exponentially weighted mean of recent values; 0 without values."""
+    """Exponentially weighted mean of recent values. Without values, it is 0."""
 
     def __init__(self) -> None:
         self._total = self._weight = 0.0
@@ -278,10 +278,10 @@ class _View:
 class Meter:
     """Measures a peer's distance from the global parameter, and M and sigma.
 
-    The distance of a step is exact, except for residuals, when all gradients of the step have arrived. Of residuals
-    only the norms are known, and they are added as if all were parallel. Buckets that a lost peer did not send are not
-    counted. With single steps, ``single`` is this peer's number: its gradient of a step is applied after those of peers
-    with lower numbers, so its view also lacks their gradients.
+    When all gradients of a step have arrived, the step's distance is exact, except for residuals. The peer knows only
+    the norms of residuals, and adds them as if all residuals were parallel. It does not count buckets that a lost peer
+    did not send. With single steps, ``single`` is this peer's number. Its gradient of a step is applied after the
+    gradients of peers with lower numbers, so its view also lacks their gradients.
     """
 
     def __init__(self, buckets: int, peers: int, single: int | None = None) -> None:
@@ -301,7 +301,7 @@ class Meter:
         self._sums: dict[int, _Sum] = defaultdict(_Sum)
 
     def on_norms(self, peer: int, step: int, squares: float, residual_squares: float) -> None:
-        """Add a bucket's part of ``||g||^2`` and ``||eps||^2``; call this for this peer's buckets, too."""
+        """Add a bucket's part of ``||g||^2`` and ``||eps||^2``. Call this for this peer's buckets, too."""
         norms = self._parts[peer, step]
         norms.append((squares, residual_squares))
         if len(norms) == self._buckets:
@@ -359,5 +359,5 @@ class Meter:
 
     @property
     def measured(self) -> float:
-        """The root mean square distance of recent views, which B bounds."""
+        """The root mean square of the distances of recent views. B is its bound."""
         return math.sqrt(self._measured.value)

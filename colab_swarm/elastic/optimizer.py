@@ -37,9 +37,9 @@ FEWEST = 4  # fewest buckets of a model that is not tiny, so that most are sent 
 class Buckets:
     """A model's gradients: one flat vector, cut into equal buckets that fill up during backward.
 
-    The vector begins with the last of the ``parameters``, because their gradients are computed first. A bucket has at
-    most ``most`` values, a multiple of `BLOCK_VALUES`. When a bucket is full, the thread of the backward pass calls
-    ``on_full(bucket, values)`` with a view of `vector` that does not change any more.
+    The vector begins with the last of the ``parameters``, because backward computes their gradients first. A bucket has
+    at most ``most`` values, a multiple of `BLOCK_VALUES`. When a bucket is full, the thread of the backward pass calls
+    ``on_full(bucket, values)``. Then ``values``, a view of `vector`, does not change any more.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class Buckets:
         self._open_parts = Counter(chain.from_iterable(map(self._overlapping, self._starts)))
 
     def check(self) -> None:
-        """Raise `StepError` if parameters got no gradient, because an optimizer would still decay and move them."""
+        """Raise `StepError` if parameters got no gradient, because the optimizer would still decay and move them."""
         shapes = [tuple(parameter.shape) for parameter in self._absent]
         require(
             not shapes,
@@ -79,7 +79,7 @@ class Buckets:
         )
 
     def check_unchanged(self) -> None:
-        """Raise `RuntimeError` if gradients were changed after they were sent, because the step would ignore that."""
+        """Raise `RuntimeError` if gradients changed after they were sent, because the step would ignore the change."""
         for parameter, (gradient, version) in self._sent.items():
             require(
                 parameter.grad is gradient and gradient._version == version,
@@ -140,13 +140,15 @@ class Buckets:
 class ElasticOptimizer(WrappedOptimizer):
     """Data-parallel training in a small group whose members need not wait for all gradients (Elastic Consistency).
 
-    Each member sends its gradient to all others in buckets, last layer first, during
-    ``backward()``. `step` waits until the scheduler has enough, and applies, by equation 11::
+    During ``backward()``, each member sends its gradient to all other members in buckets, last layer first. `step`
+    waits until the scheduler has enough gradients. By equation 11, member i of p members then applies::
 
         (g_i + the others' gradients that arrived + stand-ins for the rest + corrections of earlier steps) / p
 
-    So p members with batches of n samples train like one process with batches of p n samples, except for gradients
-    that are late. With `BoundedStaleness(single_steps=True)`, a member steps once for each gradient (equation 10).
+    Here g_i is the member's own gradient. So p members with batches of n samples train like one process with batches of
+    p n samples, except for late gradients. With `BoundedStaleness(single_steps=True)`, a member steps once for each
+    gradient (equation 10).
+
     Call `step` once after each ``backward()``. Parameters must stay the same tensors; buffers are local. You cannot
     clip gradients or use a GradScaler, because gradients are sent before `step` and must not change afterwards.
     """
@@ -203,7 +205,7 @@ class ElasticOptimizer(WrappedOptimizer):
                 raise
 
     def _optimizer_terms(self) -> str:
-        """Return the optimizer's class, options and learning rates, in the form in which peers compare them."""
+        """Return the optimizer's class, options and learning rates as the text that peers compare."""
         rates = [group.get("lr", 0.0) for group in self._wrapped.param_groups]
         text = "the optimizer has lr=None, which members cannot compare: Adafactor(…, lr=1e-3, relative_step=False)"
         require(None not in rates, text)
@@ -224,9 +226,9 @@ class ElasticOptimizer(WrappedOptimizer):
     def step(  # type: ignore[override]
         self, closure: Callable[[], float] | None = None, *, samples: float = 0.0
     ) -> ElasticStep:
-        """Wait until the scheduler lets this member continue, apply the arrived gradients, and zero the gradients here.
+        """Wait until the scheduler lets this member continue, apply the arrived gradients, and zero the gradients.
 
-        After an interrupt the step is still open: call `step` again, without another ``backward()``. Only a
+        After an interrupt the step is still open. Then call `step` again, without another ``backward()``. Only a
         simulation uses ``samples``, for the time of the next batch. A ``closure`` is not supported.
         """
         require(closure is None, "a closure cannot be re-run by all peers: call loss.backward(), then step()")
@@ -275,7 +277,7 @@ class ElasticOptimizer(WrappedOptimizer):
             self._runtime.call(self._steps.leave())
 
     def kill(self) -> None:
-        """End without a goodbye, as a crash would; on the runtime's loop."""
+        """End without a goodbye, like a crashed peer. Call this on the runtime's loop."""
         self._closed = True
         self._exchange.kill()
 
@@ -302,7 +304,7 @@ class ElasticOptimizer(WrappedOptimizer):
         self._steps.hand_over(Piece(self._step, bucket, squares, residual_squares, rates), arrived, payload)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the wrapped optimizer's state, and what this member must still apply: residuals and corrections."""
+        """Return the wrapped optimizer's state, and the residuals and corrections that this member must still apply."""
         corrections = torch.from_numpy(self._runtime.call(self._corrections()))
         if self._feedback is None:
             residual = {}
@@ -324,9 +326,9 @@ class ElasticOptimizer(WrappedOptimizer):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load the residuals and corrections of a state; call it before the first ``backward()``.
 
-        Load the parameters and the wrapped optimizer before the group is formed, because then all members copy those
-        of the first member. Only the first member's corrections are used. Raises `StateError` if the state belongs to
-        another model.
+        Load the parameters and the wrapped optimizer before the group is formed, because the members then copy the
+        first member's. Only the first member applies its loaded corrections. Raises `StateError` if the state belongs
+        to another model.
         """
         self._load(state_dict, self._load_debts)
 

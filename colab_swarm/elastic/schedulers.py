@@ -1,12 +1,13 @@
 """When a peer may start its next forward pass: schedulers of "Elastic Consistency", sections 4.1, 5.
 
-At step t a peer has its own complete gradient, and those parts of the other peers' gradients that have arrived. A
-scheduler decides whether that is enough. All gradients of step t - ``max_delay`` must have arrived before
-step t ends. No scheduler waits for lost peers. README.md has a table of all schedulers.
+At step t a peer has its own complete gradient, and the arrived parts of the other peers' gradients. A scheduler decides
+whether these parts are enough. All gradients of step t - ``max_delay`` must have arrived before step t ends. No
+scheduler waits for lost peers. README.md has a table of all schedulers.
 
 B (Table 1) bounds the distance of a peer's view from the global parameter: ``E ||x_t - v_t^i||^2
-<= alpha^2 B^2`` (Definition 1). x_t has all gradients of the steps before t, v_t^i those that peer i has applied, and
-alpha is the learning rate. If two relaxations are combined, their constants are added.
+<= alpha^2 B^2`` (Definition 1). The global parameter x_t has all gradients of the steps before t. The view v_t^i has
+the gradients that peer i has applied, and alpha is the learning rate. If two relaxations are combined, their constants
+are added.
 """
 
 import math
@@ -30,23 +31,23 @@ class StepFacts:
 
 
 def bounded_staleness(peers: int, tau: int, m: float) -> float:
-    """``(p - 1) tau M / p``: message passing, tau-bounded asynchrony (Lemma 15)."""
+    """Return ``(p - 1) tau M / p``: message passing with asynchrony bounded by tau (Lemma 15)."""
     return (peers - 1) * tau * m / peers
 
 
 def substitution(peers: int, count: int, sigma: float) -> float:
-    """``c count sigma / p``: a peer's own gradient replaces ``count`` others until they arrive (sections B.3, B.4).
+    """Return ``c count sigma / p``: the own gradient replaces ``count`` others until they arrive (sections B.3, B.4).
 
-    The paper names no constant here; c = 3 is that of Lemmas 12 and 16. It holds for a loss with
-    L-Lipschitz gradients if alpha <= 1 / (4 L d), where d is the delay in steps, and if each gradient has
-    variance sigma^2. `Meter` averages sigma over peers, but two peers may differ by more than the average, at
-    most by ``sqrt(2 (p - 1)) sigma``. So with 6 peers or more, c is this factor.
+    The paper names no constant here. Lemmas 12 and 16 have c = 3. It holds for a loss with L-Lipschitz gradients if
+    alpha <= 1 / (4 L d), where d is the delay in steps, and if each gradient has variance sigma^2. `Meter` averages
+    sigma over peers, but two peers may differ by more than the average, at most by ``sqrt(2 (p - 1)) sigma``. So with 6
+    peers or more, c is ``sqrt(2 (p - 1))``.
     """
     return max(3.0, math.sqrt(2 * (peers - 1))) * count * sigma / peers
 
 
 def compression(gamma: float, m: float) -> float:
-    """``sqrt((2 - gamma) gamma / (1 - gamma)^3) M``: compression with error feedback (Lemma 18)."""
+    """Return ``sqrt((2 - gamma) gamma / (1 - gamma)^3) M``: compression with error feedback (Lemma 18)."""
     return math.sqrt((2 - gamma) * gamma / (1 - gamma) ** 3) * m
 
 
@@ -84,16 +85,16 @@ class Scheduler(ABC):
         """A step ends only after all gradients that are this many steps old have arrived."""
 
     def may_go_on(self, status: StepStatus) -> bool:
-        """True if the next forward pass may begin."""
+        """Return True if the next forward pass may begin."""
         return not status.overdue and self._enough(status)
 
     def _enough(self, status: StepStatus) -> bool:
         return True
 
     def ask_again_s(self, status: StepStatus) -> float | None:
-        """Seconds until `may_go_on` becomes true without another event.
+        """Return the seconds until `may_go_on` becomes true without another event.
 
-        None: only the arrival of a gradient, or the loss of a peer, can change it.
+        Returns None if only the arrival of a gradient, or the loss of a peer, can make it true.
         """
         timeout_s: float = getattr(self, "timeout_s", 0.0)
         waits = status.waited_s < timeout_s and not self.may_go_on(status)
@@ -102,7 +103,7 @@ class Scheduler(ABC):
         return None
 
     def bound(self, facts: StepFacts) -> float | None:
-        """Return B, including the effects of codec and crashes; None: unknown for this codec."""
+        """Return B, including the effects of codec and crashes; None if it is unknown for this codec."""
         if facts.gamma is None or facts.gamma >= 1:
             return None
         faults = self._faults(facts) * max(facts.m, facts.largest) / facts.peers  # Lemmas 13 and 14
@@ -133,10 +134,10 @@ class Synchronous(Scheduler):
 class NormBounded(Scheduler):
     """Continues when the norm received from each other peer is at least ``beta`` times this peer's norm (section 5).
 
-    This is stricter than the paper, which compares the norm of all received gradients with this peer's norm.
-    With ``beta=0`` it never waits for gradients of this step; with ``beta=1`` it waits for all. For each beta below 1
-    the bound is that of one step of delay, because a small part of a gradient may have a large norm. The
-    measure ``l0`` is the number of values, the paper's relaxed variant.
+    The paper is less strict: it compares the norm of all received gradients with this peer's norm. With ``beta=0`` the
+    scheduler never waits for gradients of this step. With ``beta=1`` it waits for all of them. A small part of a
+    gradient may have a large norm, so for each beta below 1, B is the bound of one step of delay. The measure ``l0``
+    compares numbers of values instead of norms, as in the paper's relaxed variant.
     """
 
     beta: float
@@ -172,7 +173,7 @@ class NormBounded(Scheduler):
 
 @dataclass(frozen=True)
 class VarianceBounded(Scheduler):
-    """This peer's gradient replaces late gradients; the next step corrects the difference (section 5)."""
+    """Replaces late gradients by this peer's gradient; the next step corrects the difference (section 5)."""
 
     timeout_s: float  # how long to wait for missing gradients after this peer's backward pass
 
@@ -193,11 +194,12 @@ class VarianceBounded(Scheduler):
 class BoundedStaleness(Scheduler):
     """Waits only for gradients that are ``tau`` steps old; ``tau`` is at least 1 (section 4.1 c).
 
-    With ``stand_in``, this peer's gradient replaces a late gradient, and is corrected when that arrives. B is then a
-    multiple of sigma instead of M, which is less if the gradients of all peers are similar (section B.4,
-    `substitution`). With ``single_steps``, each gradient is a separate update, not divided by p, in the order of steps
-    and peers (equation 10). A gradient that arrives in two parts makes two updates. So p peers need a p times lower
-    learning rate. B is then ``(p - 1) (tau + 1) M``: that of Lemma 15, plus the other peers' gradients of the step.
+    With ``stand_in``, this peer's gradient replaces a late gradient until that gradient arrives. B is then a multiple
+    of sigma instead of M. This is less if the gradients of all peers are similar (section B.4, `substitution`).
+
+    With ``single_steps``, each gradient is a separate update, not divided by p, in the order of steps and peers
+    (equation 10). So p peers need a p times lower learning rate. A gradient that arrives in two parts makes two
+    updates. B is then ``(p - 1) (tau + 1) M``: the bound of Lemma 15, plus the other peers' gradients of the step.
     """
 
     tau: int
@@ -223,16 +225,16 @@ class BoundedStaleness(Scheduler):
 
 @dataclass(frozen=True)
 class CrashTolerant(Scheduler):
-    """Synchronous, except that ``f`` gradients may be missing: of lost peers immediately, of slow ones after a timeout.
+    """Synchronous, except that ``f`` gradients may be missing after a timeout.
 
-    Late gradients are applied when they arrive, because Lemma 14 bounds the gradients that are missing at any one time.
-    Each lost peer reduces the number of slow peers that may be missing. If more than f peers are lost, the others
-    continue with a larger bound, and wait for slow peers.
+    The scheduler never waits for a lost peer. It applies late gradients when they arrive, because Lemma 14 bounds the
+    gradients that are missing at any one time. Each lost peer reduces the number of gradients of slow peers that may be
+    missing. If more than f peers are lost, the other peers continue with a larger bound, and wait for slow peers.
 
-    With ``stand_in``, this peer's gradient replaces a missing one, and is corrected when that arrives
-    (Algorithm 1, section B.3): B is ``3 f sigma / p`` (`substitution`). This holds for delays, and for a
-    peer that crashes while it sends a gradient. After other crashes, the stand-in replaces a gradient
-    that was never computed. Therefore B is ``(f + 1) M / p`` larger after a peer was lost.
+    With ``stand_in``, this peer's gradient replaces a missing gradient until that gradient arrives (Algorithm 1,
+    section B.3). B is then ``c f sigma / p`` (`substitution`). This bound holds for delays, and for a peer that crashes
+    while it sends a gradient. After other crashes, the stand-in replaces a gradient that was never computed. Therefore
+    each lost peer makes B ``(f + 1) G / p`` larger, where G is the largest norm of a gradient so far.
     """
 
     f: int  # at least 1
@@ -245,7 +247,7 @@ class CrashTolerant(Scheduler):
 
     @property
     def max_delay(self) -> int:
-        """f. Streams keep their order: a gradient that is f steps late is not the only missing one of its peer."""
+        """f. Streams keep their order, so a peer whose gradient is f steps late also owes the f later gradients."""
         return self.f
 
     def _enough(self, status: StepStatus) -> bool:
@@ -273,10 +275,9 @@ class AdaptiveBeta(Scheduler):
     """`NormBounded`, with the smallest beta that keeps the measured distance under ``max_inconsistency``.
 
     ``max_inconsistency`` limits the root mean square of ``||x_t - v_t^i|| / alpha``, in the unit of
-    gradients (`Meter.measured`). The limit is on a mean square, and gradients arrive in few, large
-    buckets. So ``beta``, which starts at 1, integrates the deviation of the squared distance from its target. If no
-    constant beta gives the target, beta oscillates and the mean distance meets it. The bound is that of one step of
-    delay.
+    gradients (`Meter.measured`). The limit is on a mean square, and gradients arrive in few, large buckets. So
+    ``beta``, which starts at 1, integrates the deviation of the squared distance from its target. If no constant beta
+    gives the target, beta oscillates, and the mean distance meets the target. B is the bound of one step of delay.
     """
 
     max_inconsistency: float

@@ -1,7 +1,7 @@
 """Steps of one group member: its settings, the wait for the other members' buckets, the result of each step.
 
-The exchange reports received buckets on the runtime's loop. The optimizer hands over its buckets, and waits, on the
-user's thread.
+On the runtime's loop, the exchange reports received buckets. On the user's thread, the optimizer hands over its buckets
+and waits.
 """
 
 import asyncio
@@ -31,15 +31,16 @@ MAX_PEERS = 16
 
 @dataclass(frozen=True)
 class ElasticSettings:
-    """Settings of a group. All members use the same.
+    """Settings of a group. All members need equal settings, except ``wait_s``.
 
     Attributes:
-        prefix: name of the group; peers with the same prefix train one model.
+        prefix: name of the group. Peers with the same prefix train one model.
+        peers: number of members, 2 to 16.
         scheduler: decides when a peer continues with its next step.
         compression: codec of the gradients: float32, float16, bfloat16, int8, onebit, sparseloco, topk:0.01.
-        error_feedback: add the part that compression removed to the next gradient; without this, a lossy codec has no
+        error_feedback: add the part that compression removed to the next gradient. Without it, a lossy codec has no
             bound.
-        wait_s: how long to wait for the other peers when the group is formed.
+        wait_s: seconds to wait for the other peers when the group is formed.
     """
 
     prefix: str
@@ -64,9 +65,9 @@ class ElasticSettings:
 class ElasticStep:
     """Result of one step at this peer.
 
-    ``inconsistency`` is the distance of this peer's parameters from the group's, divided by the
-    learning rate. It is the root mean square over recent steps whose gradients have all arrived. ``bound``
-    is its limit by the theory, from the gradients of the same steps; None: unknown for this codec.
+    ``inconsistency`` is the distance of this peer's parameters from the group's parameters, divided by the learning
+    rate. It is the root mean square over recent steps whose gradients have all arrived. ``bound`` is the theory's limit
+    of the inconsistency, from the gradients of the same steps. It is None if it is unknown for this codec.
     """
 
     step: int  # counts from 0 since the group was formed
@@ -78,7 +79,7 @@ class ElasticStep:
 
     @property
     def passed(self) -> bool:
-        """Whether the inconsistency is above its bound by more than the uncertainty of few steps."""
+        """True if the inconsistency is over 1.1 times its bound. After few steps, a smaller excess is uncertain."""
         return self.bound is not None and self.inconsistency > 1.1 * self.bound > 0
 
 
@@ -95,7 +96,7 @@ Squares = Annotated[float, msgspec.Meta(ge=0, lt=sys.float_info.max)]  # a finit
 
 
 class Piece(Message, frozen=True):
-    """One bucket of a gradient; its encoded values are the payload."""
+    """One bucket of a gradient. The payload has the bucket's encoded values."""
 
     step: int
     bucket: int
@@ -126,7 +127,7 @@ class ElasticSteps:
         self._other_rates = ""  # how this member's learning rates differ from those of the first member
 
     def hand_over(self, piece: Piece, arrived: Floats, payload: Buffer) -> None:
-        """Send a full bucket; ``arrived`` are its values as others decode them. Thread-safe."""
+        """Send a full bucket. ``arrived`` has the bucket's values as other peers decode them. Thread-safe."""
         self._own.append((piece, arrived, payload))
         if not self._woken:  # waking the loop takes more time than the rest, so do it once
             self._woken = True
@@ -144,7 +145,7 @@ class ElasticSteps:
             self._compare_rates(self._exchange.me, piece)
 
     def on_piece(self, peer: int, piece: Piece, payload: Buffer) -> None:
-        """Add a received bucket; drop a member whose bucket no honest peer would send."""
+        """Add a received bucket. If no honest peer would send this bucket, drop the member."""
         try:
             require(0 <= piece.bucket < len(self._sizes), f"there is no bucket {piece.bucket}")
             values = self._codec.decode(payload, self._sizes[piece.bucket])
@@ -161,7 +162,7 @@ class ElasticSteps:
         self._changed.set()
 
     def _compare_rates(self, member: int, piece: Piece) -> None:
-        """Compare this member's learning rates of a step with those of the first member, from whose state all began."""
+        """Compare this member's learning rates of a step with the first member's, from whose state all began."""
         me = self._exchange.me
         first = min(set(range(self._exchange.members)) - self._exchange.lost.keys())
         if not piece.rates or me == first or member not in (me, first):
@@ -185,16 +186,16 @@ class ElasticSteps:
         self._changed.set()
 
     async def leave(self) -> None:
-        """Leave the group; a step that still waits raises an error."""
+        """Leave the group. A step that still waits raises an error."""
         self._left = True
         self._changed.set()
         await self._exchange.close()
 
     async def finish(self, compute_s: float = 0.0) -> None:
-        """Wait until the open step may end, and close it; the result is in `finished`.
+        """Wait until the open step may end, then close it and put the result into `finished`.
 
-        ``compute_s`` is the simulated time of the next passes. Raises `RuntimeError` if this member leaves, and
-        `MismatchError` if its learning rates differ from those of the first member.
+        ``compute_s`` is the simulated time of the next passes, in seconds. Raises `RuntimeError` if this member leaves,
+        and `MismatchError` if its learning rates differ from the first member's rates.
         """
         self._take_own()
         while not self._scheduler.may_go_on(status := self.ledger.standing(self._loop.time())):

@@ -25,7 +25,7 @@ from colab_swarm.training.settings import PeerServices, TrainingSettings
 
 
 def rounds_for(services: PeerServices, settings: TrainingSettings) -> Callable[..., Rounds]:
-    """Return the function that makes a trainer's rounds: over links, or in the bucket of these services."""
+    """Return the function that makes a trainer's rounds, in the bucket of these services or over links."""
     if not services.mailbox:
         return LinkRounds
     return partial(BucketRounds, Bucket(services.mailbox, settings.prefix))
@@ -36,9 +36,9 @@ def communication_for(
 ) -> Communication:
     """Return how to communicate, for a user's ``choice``.
 
-    For "auto", this is what the peers of this model have agreed on, else what is usual in this kind of run. Their
-    agreement is in their records or in the bucket's card; `Swarm.optimizer` checks it later. Call this function from
-    the user's thread, because it may need secrets. Raises ValueError if there is no such way.
+    For "auto", return the way on which the peers of this model have agreed, or else the usual way in this kind of run.
+    The agreement is in the peers' records or in the bucket's card, and `Swarm.optimizer` checks it later. Call this
+    function from the user's thread, because it may need secrets. Raises ValueError if ``choice`` is unknown.
     """
     if choice != "auto":
         return Communication.of(choice)

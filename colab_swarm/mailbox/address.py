@@ -1,8 +1,8 @@
-"""Addresses of buckets and folders: what they may contain, and which ones a guest must confirm.
+"""Addresses of buckets and folders: what they may contain, and which addresses a guest must confirm.
 
-A guest is a peer that joins by an invitation. The invitation contains the address, so another person chose it, and it
-opens files on the guest's machine or hosts to which the guest's keys sign requests. Therefore an address allows only a
-few options, and no keys. A folder or an endpoint is only used if the guest confirms it: the guest passes the address
+A guest is a peer that joins by an invitation. The invitation contains the address, so another person chose the address.
+It may lead to files on the guest's machine, or to hosts for which the guest's keys sign requests. Therefore an address
+allows only a few options, and no keys. The guest must confirm a folder or an endpoint: it passes the address
 itself, as ``cs.join(…, mailbox=ADDRESS)``, or has set ``AWS_ENDPOINT_URL`` to the endpoint. Google's and Azure's stores
 have no endpoints except their own.
 
@@ -29,7 +29,7 @@ _ESCAPE = re.compile(r"%[0-9A-Fa-f]{2}")
 
 
 def checked_address(address: str) -> str:
-    """Return the address; raise ValueError if it is not valid, or has keys or unknown options."""
+    """Return the address; raise ValueError if it is invalid, or has keys or unknown options."""
     require(len(address) <= MAX_MAILBOX, f"a mailbox of {len(address)} characters: at most {MAX_MAILBOX} fit")
     # errors do not repeat the address, because it may contain a key
     require(
@@ -85,7 +85,8 @@ def options_of(address: str) -> dict[str, str]:
 def folder_at(address: str) -> Path | None:
     """Return the folder of a ``file://`` address; None for other stores.
 
-    Raises ValueError if only the folder exists whose name literally contains the path's ``%``, such as ``%20``.
+    Raises ValueError if the folder does not exist, but a folder exists whose name contains the path's escapes, such as
+    ``%20``, literally.
     """
     where: SplitResult = urlsplit(checked_address(address))
     if where.scheme != "file":
@@ -106,7 +107,7 @@ def confirmed_address(address: str, named: str) -> str:
 
     Args:
         address: the address in the invitation.
-        named: what the guest passed as ``mailbox=``, or "". A folder may have another path on the guest's machine.
+        named: the address that the guest passed as ``mailbox=``, or "". A folder may have another path here.
 
     Raises:
         ValueError: an address is not valid, or the guest named another store.
@@ -131,7 +132,7 @@ def confirmed_address(address: str, named: str) -> str:
 
 
 def why_to_confirm(address: str) -> str:
-    """Return why another peer's address could do harm here; empty for a store to which the guest's keys belong."""
+    """Return why another peer's address could do harm here; empty if the guest's keys belong to its store."""
     if folder_at(address) is not None:
         return "a folder of this machine"
     endpoint = options_of(address).get("endpoint", "").rstrip("/")

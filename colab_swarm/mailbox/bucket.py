@@ -1,9 +1,9 @@
 """A store of objects: a bucket of S3, Google or Azure, a shared folder, or this process's memory.
 
-If a store limits or fails a request, the request is repeated for half a minute. If a store sends no byte for `STALL_S`,
-the request ends. Then the method raises `BucketAway` or, if the bucket refuses this peer, `BucketError`. The texts of
-these errors contain no secret. Times are seconds since the epoch by the store's clock; for those in a folder, see
-`SeenTimes`.
+If a store limits or fails a request, obstore repeats the request for half a minute. If a store sends no byte for
+`STALL_S`, the request ends. Then the method raises `BucketAway`. If the bucket refuses this peer, the method raises
+`BucketError`. The texts of these errors contain no secret. Times are seconds since the epoch by the store's clock.
+`SeenTimes` has the times in a folder.
 """
 
 import asyncio
@@ -49,13 +49,13 @@ VARIABLES = {"endpoint": "AWS_ENDPOINT_URL", "region": "AWS_REGION", "session_to
 SECRET_NAMES = re.compile(r"(AWS|AZURE|GOOGLE)_.*(KEY|TOKEN|SECRET)")
 SIGNED_PARTS = re.compile(r"(?<=//)[^/\s@]*(?=@)|(?<=\?)[^\s'\"]+|(?<=[Ss]ignature)\w*[=>:][^\s<,]*")
 MARKER = "created/first"
-"""The first object that the creator of a run writes; if this object is missing, the run is not there."""
+"""The first object that the creator of a run writes. If this object is missing, the run is not there."""
 MEMORY: "dict[str, MemoryStore]" = {}
 
 
 @dataclass(frozen=True)
 class StoredObject:
-    """An object as a list of the store shows it."""
+    """An object as the store lists it."""
 
     path: str
     size_bytes: int
@@ -67,12 +67,12 @@ class StoredObject:
 
     @property
     def member(self) -> PeerId:
-        """The member that wrote the object, by the object's path."""
+        """The member that wrote the object, according to the object's path."""
         return PeerId(bytes.fromhex(self.path.rpartition("/")[2][:64]))
 
 
 class MemoryStore:
-    """Objects in a dictionary, for tests and simulations; its times are those of ``clock``."""
+    """Objects in a dictionary, for tests and simulations. Their times come from ``clock``."""
 
     errors: Errors = (OSError,)  # errors that its methods raise
     refusals: Errors = (PermissionError,)  # those of them that mean that this peer has no permission
@@ -104,9 +104,9 @@ class ObjectStore:
     """A bucket or a folder that obstore opens.
 
     Args:
-        open_store: opens the store; its argument is how many seconds the store may be silent.
-        call: runs a blocking call of obstore in a thread; its second argument is the number of bytes to send.
-        rights: what a refused peer should check, for the error.
+        open_store: opens the store. Its argument is how many seconds the store may be silent.
+        call: runs a blocking call of obstore in a thread. Its second argument is the number of bytes to send.
+        rights: what a refused peer should check, for the text of the error.
         sync: makes sure that a written object survives a power cut.
     """
 
@@ -175,12 +175,12 @@ class ObjectStore:
         await self._call(remove, 0)
 
     async def run(self, work: Callable[[], Any]) -> None:
-        """Run other work on the store, with the same limit for silence."""
+        """Run other work on the store, with the limit `STALL_S` for silence."""
         await self._call(work, 0)
 
 
 def open_bucket(address: str, secrets: Mapping[str, str]) -> ObjectStore:
-    """Open a bucket of S3, Google or Azure; obstore itself ends a request that hangs."""
+    """Open a bucket of S3, Google or Azure. obstore itself ends a request that hangs."""
     from obstore.store import from_url
 
     kind = urlsplit(address).scheme
@@ -209,8 +209,9 @@ def open_bucket(address: str, secrets: Mapping[str, str]) -> ObjectStore:
 def open_folder(folder: Path, run: Path) -> ObjectStore:
     """Open a shared folder in which ``run`` is the folder of a run.
 
-    If the server of a mounted folder is away, a call may hang until the server is back. Such a call is given up after
-    `STALL_S`. No other call is made before the hanging one has returned, because each call would take a thread.
+    If the server of a mounted folder is away, a call may hang until the server is back. The store stops waiting for
+    such a call after `STALL_S`, or later for a large upload. It makes no other call before the hanging call has
+    returned, because each call would take a thread.
     """
     from obstore.exceptions import BaseError
     from obstore.store import LocalStore
@@ -265,7 +266,7 @@ def open_folder(folder: Path, run: Path) -> ObjectStore:
 
 
 def patience_for(size_bytes: int) -> float:
-    """Return how long a store may be silent while an object of this size is uploaded; one of a few values.
+    """Return how many seconds a store may be silent during an upload of this size, as one of a few values.
 
     Neither obstore nor a folder tells how much of an upload is done.
     """
@@ -308,9 +309,9 @@ def require_rights(address: str) -> None:
 class SeenTimes:
     """When objects of a shared folder appeared, although the clocks of their writers may be wrong. Pure.
 
-    A *look* is one listing of the folder. An object's time is that of its file, with two limits: it is at most
-    `CLOCK_SLACK_S` before this peer's last look without the object, and at most `CLOCK_SLACK_S` after the first look
-    with the object. The time does not change while looks show the object.
+    A *look* is one listing of the folder. An object's time is the time of its file, within two limits: at the earliest
+    `CLOCK_SLACK_S` before this peer's last look without the object, and at the latest `CLOCK_SLACK_S` after the first
+    look with the object. The time does not change while looks show the object.
     """
 
     def __init__(self) -> None:
@@ -323,7 +324,7 @@ class SeenTimes:
     def corrected(
         self, folder: str, after: str, places: Sequence[StoredObject], *, began_at: float, now: float
     ) -> list[StoredObject]:
-        """Return the objects of a look with corrected times; the look listed all paths after ``after``."""
+        """Return the objects of a look with corrected times. The look listed all paths after ``after``."""
         looked_after, looked_at = self._looks.get(folder, ("", -math.inf))
         corrected = []
         for place in places:
@@ -345,8 +346,8 @@ class SeenTimes:
 class Bucket:
     """The objects of one model of a run at an address such as ``s3://bucket/folder``.
 
-    Keys come from secrets: see `KEYS`. Raises ValueError if the address is not valid, `BucketError`
-    if the store cannot be opened.
+    Keys come from the secrets that `KEYS` names. Raises ValueError if the address is invalid, and `BucketError` if the
+    store cannot be opened.
     """
 
     def __init__(self, address: str, prefix: str) -> None:
@@ -406,7 +407,7 @@ class Bucket:
         return line
 
     async def create(self, path: str, data: Buffer) -> bool:
-        """Write an object, unless there is already one at this path; return True if it was written."""
+        """Write an object, unless this path already has an object; return True if it was written."""
         written = await self._do(self._store.create, self._root + path, data)
         self.sent_bytes += len(data)
         if written and self._seen is not None:
@@ -414,18 +415,18 @@ class Bucket:
         return written
 
     async def replace(self, path: str, data: Buffer) -> None:
-        """Write an object, and overwrite one that is already at this path."""
+        """Write an object, and overwrite an object that is already at this path."""
         await self._do(self._store.create, self._root + path, data, "overwrite")
         self.sent_bytes += len(data)
 
     async def read(self, path: str, most_bytes: int | None = None) -> bytes | None:
-        """Return the bytes of an object, or only the first ``most_bytes``; None if there is no such object."""
+        """Return the bytes of an object, at most the first ``most_bytes``; None if there is no such object."""
         data = await self._do(self._store.read, self._root + path, most_bytes)
         self.received_bytes += len(data or b"")
         return data
 
     async def list(self, folder: str, after: str = "") -> list[StoredObject]:
-        """Return the objects of a folder, sorted by path; only those whose paths sort after ``after``."""
+        """Return the objects of a folder whose paths sort after ``after``, sorted by path."""
         began_at = self.now()
         places = await self._do(self._store.list, f"{self._root}{folder}/", after and self._root + after)
         places = [replace(place, path=place.path.removeprefix(self._root)) for place in places]
@@ -442,7 +443,7 @@ class Bucket:
         self._behind_s = modified_at - written_at + loop_now() - self._clock()
 
     def now(self) -> float:
-        """Return the store's time; until it is known, the time of this machine's clock."""
+        """Return the store's time or, while it is unknown, the time of this machine's clock."""
         return time.time() if self._behind_s is None else self._clock() + self._behind_s
 
     def _clock(self) -> float:
@@ -472,15 +473,15 @@ class Bucket:
     async def enter(self, *, begins: bool, writes: bool) -> float:
         """Enter a run; return how many seconds this machine's clock is behind the store's.
 
-        Call it on the bucket of a run's prefix.
+        Call this method on the bucket of a run's prefix.
 
         Args:
-            begins: True if the run is new; then it is marked as created.
-            writes: True if this peer's keys may write. Else the store's clock is not known, and 0 is returned.
+            begins: True if the run is new. This peer then marks the run as created.
+            writes: True if this peer's keys may write. Else the store's clock is unknown, and the method returns 0.
 
         Raises:
             JoinError: the run is not new, and there is no mark of its creation here.
-            BucketError: see `require_conditional_writes`.
+            BucketError: the folder cannot be made, or the store does not keep the first of two writes.
         """
         if begins:
             if self._folder is not None:

@@ -1,4 +1,4 @@
-"""Rounds in a bucket, as a trainer takes part in them: no other peer needs to be online at the same time."""
+"""Rounds in a bucket, for a trainer. No other peer needs to be online at the same time."""
 
 import asyncio
 import math
@@ -39,7 +39,7 @@ STOP_S = 60.0  # maximum time for which a peer that leaves still writes a state
 
 
 class BucketRounds(Rounds):
-    """Rounds by the objects of a ``bucket``; what only rounds over links need is ignored.
+    """Rounds by the objects of a ``bucket``. Ignores arguments that only rounds over links need.
 
     Raises ValueError if a setting cannot be used with a bucket.
     """
@@ -110,7 +110,7 @@ class BucketRounds(Rounds):
         return chain is None or self.view.own.step != chain.round
 
     async def take_state(self, *, has_state: bool) -> CaughtUp | None:
-        """Read the newest state and the rounds since then; the first peer writes its own state."""
+        """Read the newest state and the rounds since then. If there is no state, write this peer's own state."""
         journal = self._journal
         began_at = loop_now()
         later: tuple[RoundChain, Snapshot | None] | None = self._follower.later
@@ -136,7 +136,7 @@ class BucketRounds(Rounds):
         return snapshot, _means_of(rounds, journal)
 
     async def refresh(self) -> None:
-        """Do nothing: the members' figures come with their contributions."""
+        """Do nothing, because the members' figures come with their contributions."""
 
     def check(self) -> None:
         refused = self._refused
@@ -164,7 +164,7 @@ class BucketRounds(Rounds):
         return Ready.CONTRIBUTE
 
     async def contribute(self, contribution: RoundInput) -> AsyncGenerator[RoundOutcome, None]:
-        """Write the contribution, and yield means until one includes it, or until it is too old to be included."""
+        """Write the contribution; yield the rounds' means until one includes it, or until it is too old."""
         began_at = loop_now()
         bytes_before = self.bucket_bytes
         if contribution.samples and not contribution.weight and math.isinf(self.until):
@@ -219,7 +219,7 @@ class BucketRounds(Rounds):
             self._saving = self._tasks.spawn(self._save(closed.after, snapshot))
 
     async def _save(self, chain: RoundChain, snapshot: Snapshot | None) -> None:
-        """Write the state, if there is one, and delete objects that no peer needs any more."""
+        """Write the state, if given, and delete objects that no peer needs any more."""
         with suppress(BucketError):  # another member saves the next state
             if snapshot is not None:
                 await self._journal.write_state(chain, snapshot)
@@ -227,14 +227,14 @@ class BucketRounds(Rounds):
             await self._journal.trim(chain.round)
 
     def _learn(self, closed: ClosedRound) -> None:
-        """Go on to the next round, and remember the figures of this round's members."""
+        """Continue with the next round, and remember the figures of this round's members."""
         self._follower.on_round(closed)
         heads = [contribution.head for contribution in closed.contributions.values()]
         self._heads = {head.member: head for head in heads if head.member != self.view.me}
         self._show_members()
 
     def _compare(self, closed: ClosedRound) -> None:
-        """Compare this peer's learning rates and state with the members', which are in their contributions."""
+        """Compare this peer's learning rates and state with those in the members' contributions."""
         tickets = {}
         for contribution in closed.contributions.values():
             head = contribution.head
@@ -269,7 +269,7 @@ class BucketRounds(Rounds):
         return plain(head.name)
 
     def _own_part(self) -> float:
-        """Return this peer's part of the speed of all members together; 1 while its own speed is not known."""
+        """Return this peer's fraction of the speed of all members; 1 while this peer's speed is unknown."""
         own_per_s = self.view.own.samples_per_s
         if not own_per_s:
             return 1.0

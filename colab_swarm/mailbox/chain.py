@@ -1,6 +1,6 @@
-"""Where a run in a bucket is: the chain of its rounds, and when the next round may close. Pure.
+"""The chain of a bucket's rounds, and when the next round may close. Pure.
 
-A manifest closes each round. The digest of the manifest is the *base* of the next round. Times are the store's.
+A manifest closes each round. The manifest's digest is the *base* of the next round. Times are by the store's clock.
 """
 
 import math
@@ -32,7 +32,7 @@ LEAST_PATIENCE_S = 2.5  # minimum additional time for a late minority
 
 
 class RoundChain(Message, frozen=True):
-    """A run's next ``round``, and what is known of the last rounds."""
+    """A run's next ``round``, and the data of the last rounds."""
 
     round: Round
     digests: dict[int, Hash]  # by round r, the digest of the manifest before it, for the rounds of the window
@@ -50,7 +50,7 @@ class RoundChain(Message, frozen=True):
 
     @property
     def is_first(self) -> bool:
-        """True if there is no round before this one; then its base is the digest of a state."""
+        """True if there is no round before this round. Then the base is the digest of a state."""
         return self.round - 1 not in self.digests
 
     @property
@@ -64,7 +64,7 @@ class RoundChain(Message, frozen=True):
 
     @property
     def state_path(self) -> str:
-        """Path of the state before this round; all first states have the same path, so the bucket keeps only one."""
+        """Path of the state before this round. All first states have the same path, so the bucket keeps only one."""
         if self.is_first:
             return f"states/{self.round:08d}-first"
         return f"states/{self.round:08d}-{self.base[:8].hex()}"
@@ -86,12 +86,12 @@ class RoundChain(Message, frozen=True):
 
     @property
     def late_at(self) -> float:
-        """When the round has taken longer than usual."""
+        """The time after which the round takes longer than usual."""
         return self.closed_at + self.pace_s + self.grace_s / 2
 
     @property
     def deadline(self) -> float:
-        """When the round may close even without the majority of the last round's members."""
+        """The time from which the round may close even without the majority of the last round's members."""
         return self.closed_at + 2 * self.pace_s + self.grace_s
 
     def missing(self, present: Collection[PeerId], gone: Collection[PeerId] = ()) -> set[PeerId]:
@@ -101,9 +101,10 @@ class RoundChain(Message, frozen=True):
     def due_at(
         self, present: Collection[PeerId], gone: Collection[PeerId], left_out: Collection[PeerId]
     ) -> float:
-        """Return when the round may close with the members ``present``; immediately if no member is missing.
+        """Return when the round may close with the members ``present``. If no member is missing, it may close now.
 
-        The round waits longer than usual for a late minority, except for members that are ``left_out``.
+        The round waits longer than usual for a late minority, except for members that are ``left_out``. It does not
+        close without any contribution.
         """
         if not present:
             return math.inf
@@ -120,7 +121,7 @@ class RoundChain(Message, frozen=True):
         return self.round - WINDOW <= round <= self.round and (member, round) not in self.listed
 
     def fault_of(self, manifest: RoundManifest) -> str:
-        """Return what is wrong with a manifest, apart from its contributions; empty if nothing is."""
+        """Return the fault of a manifest, apart from its contributions, or an empty text."""
         members = [entry.member for entry in manifest.entries]
         if (manifest.round, manifest.base) != (self.round, self.base):
             return "it does not follow the manifest before"
@@ -132,7 +133,7 @@ class RoundChain(Message, frozen=True):
         return ""
 
     def after(self, manifest: RoundManifest, digest: bytes, *, closed_at: float) -> "RoundChain":
-        """Return the chain after this manifest, which has this digest."""
+        """Return the chain after this manifest. ``digest`` is the manifest's digest."""
         round = self.round + 1
         oldest = round - WINDOW
         digests = {number: base for number, base in self.digests.items() if number >= oldest}
@@ -153,7 +154,7 @@ class RoundChain(Message, frozen=True):
 
 
 class StateHead(Statement, frozen=True, kw_only=True):
-    """``states/ROUND-BASE``: the head of a training state before that round; the state's bytes follow it."""
+    """``states/ROUND-BASE``: the head of a training state before that round. The state's bytes follow it."""
 
     chain: RoundChain
     manifest: bytes  # the manifest of the state's chunks

@@ -1,4 +1,4 @@
-"""The contributions to a bucket's rounds: how they are encoded in pieces, checked and averaged. Pure."""
+"""Encode the contributions to a bucket's rounds in pieces, check and average them. Pure."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,7 +17,7 @@ PIECE = BLOCK_VALUES * MAX_BLOCKS  # number of values that are encoded together
 
 @dataclass(frozen=True)
 class StoredContribution:
-    """A contribution that was read and checked: it is complete, signed by a member, and finite."""
+    """A contribution that this peer has read and checked: it is complete, finite, and signed by a member."""
 
     place: StoredObject
     head: PseudoGradient
@@ -45,7 +45,7 @@ def encoded_bytes(codec: Codec, numel: int) -> int:
 
 
 def pieces(codec: Codec, content: memoryview, numel: int) -> Iterable[tuple[slice, memoryview]]:
-    """Yield the encoded pieces of a vector and their spans; the pieces are empty if ``content`` is empty."""
+    """Yield the span and the encoded bytes of each piece of a vector. If ``content`` is empty, so are the bytes."""
     begin = 0
     for at in range(0, numel, PIECE):
         count = min(PIECE, numel - at)
@@ -55,7 +55,7 @@ def pieces(codec: Codec, content: memoryview, numel: int) -> Iterable[tuple[slic
 
 
 def decode(codec: Codec, content: memoryview, numel: int) -> Iterable[tuple[slice, Floats]]:
-    """Yield the decoded pieces of a vector and their spans; raises ValueError if the vector is invalid."""
+    """Yield the span and the decoded values of each piece of a vector; raise ValueError if the vector is invalid."""
     expected = encoded_bytes(codec, numel)
     require(len(content) == expected, f"{len(content)} encoded bytes, {expected} expected")
     for span, piece in pieces(codec, content, numel):
@@ -63,7 +63,7 @@ def decode(codec: Codec, content: memoryview, numel: int) -> Iterable[tuple[slic
 
 
 def norm_of(codec: Codec, content: memoryview, numel: int) -> float:
-    """Return the norm of an encoded vector; raises ValueError if the vector is invalid or not finite."""
+    """Return the norm of an encoded vector; raise ValueError if the vector is invalid or not finite."""
     squares = 0.0
     for _, piece in decode(codec, content, numel):
         squares += float(piece.astype(np.float64) @ piece)

@@ -1,8 +1,8 @@
-"""What a peer that waits for a round does next, from what it has read of the bucket. Pure.
+"""Decides what a peer that waits for a round does next, from what the peer has read of the bucket. Pure.
 
-A manifest is *sound* if it follows the manifest before, lists each member once, and if all contributions that it lists
-can be read and match its entries. The first sound manifest of a round counts, because the store keeps the first of two
-writes. If a manifest is unsound, a peer writes another one with the next number, after a grace.
+A manifest is *sound* if it follows the previous manifest, lists each member once, and if all listed contributions can
+be read and match its entries. The first sound manifest of a round counts, because the store keeps the first of two
+writes. If a manifest is unsound, a peer waits for a grace, and then writes a manifest with the next number.
 """
 
 import itertools
@@ -38,7 +38,7 @@ MOST_LENGTH = 10_000.0
 
 @dataclass(frozen=True)
 class RoundListing:
-    """The objects of the last rounds, by folder; manifests are sorted by their number."""
+    """The objects of the last rounds, by folder. Manifests are sorted by their number."""
 
     contributions: dict[str, list[StoredObject]] = field(default_factory=dict)
     manifests: dict[str, list[StoredObject]] = field(default_factory=dict)
@@ -61,17 +61,17 @@ class RoundListing:
 
     @property
     def newest_at(self) -> float:
-        """When the last contribution was written."""
+        """The time of the last contribution; 0 if there is none."""
         places = itertools.chain(*self.contributions.values())
         return max((place.modified_at for place in places), default=0.0)
 
     @property
     def latest(self) -> int:
-        """The last round that has a manifest, on any branch; -1 if no round has one."""
+        """The last round that has a manifest, on any branch; -1 if no round has a manifest."""
         return max(map(round_of, self.manifests), default=-1)
 
     def at(self, path: str) -> StoredObject | None:
-        """Return the contribution at a path, if there is one."""
+        """Return the contribution at a path, or None."""
         for place in self.contributions.get(path.rpartition("/")[0], ()):
             if place.path == path:
                 return place
@@ -107,7 +107,7 @@ class ClosedRound:
 
 @dataclass
 class Seen:
-    """What a peer has read of the rounds in its last ``listing``; an object that does not count has a fault."""
+    """What a peer has read of the rounds in its last ``listing``. An object that does not count has a fault."""
 
     listing: RoundListing = field(default_factory=RoundListing)
     manifests: dict[StoredObject, tuple[RoundManifest, bytes]] = field(default_factory=dict)  # with digests
@@ -123,7 +123,7 @@ class Seen:
         return [place for place in places if not any(place in read for read in known)]
 
     def open_places(self, chain: RoundChain) -> list[StoredObject]:
-        """Return the places of the contributions that the round may list, the oldest round first."""
+        """Return the places of the contributions that the round may list, with the oldest round first."""
         places = []
         for round, folder in sorted(chain.folders.items()):
             for place in self.listing.contributions.get(folder, ()):
@@ -132,9 +132,9 @@ class Seen:
         return places
 
     def open_contributions(self, chain: RoundChain) -> dict[PeerId, StoredContribution]:
-        """Return the oldest contribution of each member, by member, which the round may list.
+        """Return each member's oldest contribution that the round may list, by member.
 
-        If there are more than `MOST_MEMBERS`, the last round's members have priority.
+        If there are more than `MOST_MEMBERS` contributions, the last round's members have priority.
         """
         oldest: dict[PeerId, StoredContribution] = {}
         for place in self.open_places(chain):
@@ -144,7 +144,7 @@ class Seen:
         return {member: oldest[member] for member in sorted(members[:MOST_MEMBERS])}
 
     def author_of(self, place: StoredObject) -> PeerId | None:
-        """Return the member that signed an object, or None if it is not known."""
+        """Return the member that signed an object, or None if this member is unknown."""
         if place in self.manifests:
             return self.manifests[place][0].member
         if place in self.contributions:
@@ -160,7 +160,7 @@ class Seen:
         return gone
 
     def forget(self, chain: RoundChain) -> None:
-        """Forget objects that the chain's next round, and those after it, do not need."""
+        """Forget objects that neither the chain's next round nor a later round needs."""
         oldest = chain.round - WINDOW
         for place, contribution in list(self.contributions.items()):
             if not chain.may_count(place.member, contribution.head.round):
@@ -179,12 +179,12 @@ class Follow:
 
 @dataclass(frozen=True)
 class LoadState:
-    """Load the state that leads to the other members, which went on from another manifest or while this peer slept."""
+    """Load the state that leads to the other members. They followed another manifest, or went on without this peer."""
 
 
 @dataclass(frozen=True)
 class Close:
-    """Write a manifest with these entries to the path; objects that have ``faults`` do not count."""
+    """Write a manifest with these entries to the path. Objects that have ``faults`` do not count."""
 
     path: str
     entries: tuple[ManifestEntry, ...]
@@ -266,7 +266,7 @@ def decide(
 
 
 def _median_length(contributions: Iterable[StoredContribution]) -> float:
-    """Return the median of the norms that are not zero; of two, the larger one."""
+    """Return the median of the norms that are not zero. Of an even number, take the larger middle norm."""
     norms = [contribution.norm for contribution in contributions if contribution.norm]
     if not norms:
         return 0.0
@@ -274,10 +274,10 @@ def _median_length(contributions: Iterable[StoredContribution]) -> float:
 
 
 def standing(chain: RoundChain, seen: Seen) -> ClosedRound | None:
-    """Return the round as the manifest that counts closes it; None if there is no sound manifest.
+    """Return the round, closed by the manifest that counts; None if there is no sound manifest.
 
-    This is the first sound manifest, except in a synced folder, which may show two first manifests, or show a
-    contribution to some members only. Then the manifest counts on which most members build.
+    The first sound manifest counts. But a synced folder may show two first manifests, or show a contribution only to
+    some members. Then the manifest counts on which most members build.
     """
     faults = unsound(chain, seen)
     standing = None
@@ -296,7 +296,7 @@ def standing(chain: RoundChain, seen: Seen) -> ClosedRound | None:
 
 
 def unsound(chain: RoundChain, seen: Seen) -> dict[StoredObject, str]:
-    """Return the manifests of a round that do not count, with the reasons."""
+    """Return the manifests of a round that do not count, each with the reason."""
     faults = {}
     for place in seen.listing.manifests.get(chain.folder, ()):
         if place in seen.faults:
@@ -318,7 +318,7 @@ def unsound(chain: RoundChain, seen: Seen) -> dict[StoredObject, str]:
 
 
 def _listed(chain: RoundChain, manifest: RoundManifest, seen: Seen) -> dict[bytes, StoredContribution]:
-    """Return those contributions that a manifest lists and that were read, by digest."""
+    """Return the contributions that a manifest lists and that this peer has read, by digest."""
     digests = {entry.digest for entry in manifest.entries}
     listed = {}
     for place in seen.open_places(chain):
@@ -331,7 +331,7 @@ def _listed(chain: RoundChain, manifest: RoundManifest, seen: Seen) -> dict[byte
 def others_elsewhere(
     chain: RoundChain, branch: Mapping[int, str], seen: Seen, me: PeerId
 ) -> dict[PeerId, float]:
-    """Return the members whose newest contribution is on another branch than this peer's, and since when each is there.
+    """Return the members whose newest contribution is on another branch than this peer's, and since when.
 
     ``branch`` has the folder of each round that this peer has followed.
     """
@@ -355,9 +355,10 @@ def _is_elsewhere(place: StoredObject, chain: RoundChain, branch: Mapping[int, s
 
 
 def is_left(chain: RoundChain, branch: Mapping[int, str], seen: Seen, now: float, me: PeerId) -> bool:
-    """Return True if, for at least a grace, more members build on another branch than on this peer's.
+    """Return True if, for at least a grace, more members build on another branch than on this peer's branch.
 
-    If both have equally many members, the branch at the later round counts, and at equal rounds the digest decides.
+    If both branches have equally many members, the branch at the later round counts. If the rounds are equal too, the
+    larger digest decides.
     """
     elsewhere = others_elsewhere(chain, branch, seen, me)
     if not elsewhere or now < min(elsewhere.values()) + chain.grace_s:

@@ -1,6 +1,6 @@
-"""How a peer follows the rounds of a bucket: it contributes, and waits until a round is over.
+"""Follow the rounds of a bucket: contribute, and wait until a round is over.
 
-A *look* is one reading of the bucket: the list of the last rounds' objects, and the objects that a decision needs.
+In a *look*, a peer lists the objects of the last rounds, and reads the objects that a decision needs.
 """
 
 import asyncio
@@ -47,7 +47,7 @@ TELL_S = 3.0  # how long a peer waits for a late round before it tells the user
 
 @dataclass
 class _Written:
-    """This peer's contribution in the bucket, until a manifest lists it or it is too old."""
+    """This peer's contribution in the bucket, until a manifest lists it or the contribution is too old."""
 
     round: int
     path: str
@@ -63,7 +63,7 @@ class _Written:
 
 @dataclass(frozen=True)
 class Counted:
-    """What a closed round means for a contribution."""
+    """The effect of a closed round on a contribution."""
 
     closed: ClosedRound
     counted: bool  # True if the round lists the contribution
@@ -113,7 +113,7 @@ class ChainFollower:
 
     @property
     def is_awaited(self) -> bool:
-        """True if the others wait for this peer until it says farewell."""
+        """True if the other members wait for this peer until it says farewell."""
         is_listed = self.chain is not None and self._me in self.chain.members
         return is_listed or self._own is not None
 
@@ -144,7 +144,7 @@ class ChainFollower:
     ) -> int:
         """Write the contribution, and return its round.
 
-        If an earlier contribution may still be listed, nothing is written, and the earlier one's round is returned.
+        If a manifest may still list an earlier contribution, write nothing and return the earlier contribution's round.
         """
         chain = self.chain
         journal = self._journal
@@ -195,7 +195,7 @@ class ChainFollower:
     async def next_round(self, contribution: RoundInput, round: int) -> Counted | None:
         """Wait until a round is over, or close it if this is due.
 
-        Returns what the round means for this peer's contribution to ``round``. Returns None if the trainer does not
+        Returns the effect of the round on this peer's contribution to ``round``. Returns None if the trainer does not
         wait any longer, or if this peer must catch up.
         """
         chain = self.chain
@@ -275,7 +275,7 @@ class ChainFollower:
         return {member for member in chain.members if not self._patience.is_awaited(member, chain.round)}
 
     def _settle(self, chain: RoundChain, closed: ClosedRound) -> None:
-        """Leave out the members for which the round had to wait, and await members again that were in time."""
+        """Stop waiting for members for which the round had to wait; wait again for members that were in time."""
         own = self._own
         contributed_at = 0.0
         if own is not None and own.place is not None:
@@ -291,7 +291,7 @@ class ChainFollower:
                 self._patience.on_counted(entry.member)
 
     def _tell_late(self, chain: RoundChain, wait: Wait, waited_s: float) -> None:
-        """Tell the user, once, for which members a late round waits."""
+        """Tell the user once for which members a late round waits."""
         if chain.round == self._late_round or not wait.late_members or waited_s < TELL_S:
             return
         self._late_round = chain.round
@@ -347,6 +347,6 @@ class ChainFollower:
 
 
 def _keep_loss(vector: Vector, codec: Codec, content: bytes) -> None:
-    """Keep as error feedback what the vector has and the encoded ``content`` lacks; all of it if that is empty."""
+    """Keep as error feedback what the encoded ``content`` lacks of the vector. If it is empty, keep all values."""
     for span, piece in pieces(codec, memoryview(content), vector.numel):
         vector.keep_loss(span.start, span.stop, codec, piece)

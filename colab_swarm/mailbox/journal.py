@@ -1,4 +1,4 @@
-"""Reads and checks, signs and writes the objects of one model of a run; it repeats requests while a store is away."""
+"""Reads, checks, signs and writes the objects of one model of a run. Repeats requests while a store is away."""
 
 import asyncio
 import logging
@@ -48,7 +48,7 @@ READS_AT_ONCE = 16
 LISTED_ROUNDS = 16  # a peer sees other branches that are at most this many rounds behind it
 _MAX_TOLD = 1000
 RoleOf: TypeAlias = Callable[[bytes, bytes, float], Role]
-"""``role_of(key, membership, at)`` returns a member's role at a time; raises `PeerError` for a peer without a role."""
+"""``role_of(key, membership, at)`` returns a member's role at a time, or raises `PeerError` if there is none."""
 
 
 class Statements:
@@ -60,14 +60,14 @@ class Statements:
         self._role_of = role_of
 
     def opened(self, place: StoredObject, data: bytes | None, kind: type[H]) -> tuple[H, memoryview]:
-        """Return the statement and content of an object. Raises `PeerError` or ValueError if it does not count."""
+        """Return the statement and content of an object; raise `PeerError` or ValueError if it does not count."""
         require(data is not None, "it is not there", ProtocolError)
         statement, content = unseal(data or b"", kind)
         self._require_author(place, statement)
         return statement, content
 
     async def head(self, place: StoredObject, kind: type[H]) -> H | None:
-        """Read only the start of an object, and return its statement; None if it is no valid statement."""
+        """Read only the start of an object; return its statement, or None if it is invalid."""
         data = await self._start(place, HEADER_BYTES)
         end = start_bytes(data)
         if len(data) < end <= min(place.size_bytes, kind.most_bytes):
@@ -80,7 +80,7 @@ class Statements:
         return statement
 
     async def card(self) -> Card | None:
-        """Return the card with what the peers have agreed on; None if there is none.
+        """Return the card with the peers' agreement, or None if there is no card.
 
         Raises `ProtocolError` if the card cannot be read.
         """
@@ -96,7 +96,7 @@ class Statements:
         return card
 
     async def _start(self, place: StoredObject, most_bytes: int) -> bytes:
-        """Return the bytes of an object, or only the first ``most_bytes`` of a larger one."""
+        """Return the bytes of an object, at most the first ``most_bytes``."""
         if place.size_bytes <= most_bytes:
             return await self._bucket.read(place.path) or b""
         return await self._bucket.read(place.path, most_bytes) or b""
@@ -150,7 +150,10 @@ class Journal:
     async def patiently(
         self, ask: Callable[P, Coroutine[Any, Any, T]], *given: P.args, **more: P.kwargs
     ) -> T:
-        """Repeat a request until the bucket answers; raises `BucketError` if the bucket refuses this peer."""
+        """Repeat a request until the bucket answers; raise `BucketError` if the bucket refuses this peer.
+
+        Raises `BucketAway` if the bucket does not answer before ``until()``.
+        """
         pause_s = LEAST_PAUSE_S
         while True:
             try:
@@ -170,7 +173,7 @@ class Journal:
             return answer
 
     async def agreed_card(self, own: bytes) -> Card:
-        """Return what the peers of this model have agreed on; if this peer is the first, its ``own`` card."""
+        """Return the card that the peers of this model have agreed on. The first peer writes its ``own`` card."""
         await self.bucket.create(CARD, own)
         card = await self.statements.card()
         if card is None:
@@ -223,7 +226,7 @@ class Journal:
             self.tell(place, str(error))
 
     async def contribution(self, place: StoredObject) -> StoredContribution:
-        """Read a contribution. Raises `PeerError` or ValueError if it does not count."""
+        """Read a contribution; raise `PeerError` or ValueError if it does not count."""
         content_bytes = encoded_bytes(self.codec, self.numel)
         data, head, content = await self.whole(place, PseudoGradient, content_bytes)
         norm = await asyncio.to_thread(norm_of, self.codec, content, self.numel)
@@ -232,7 +235,7 @@ class Journal:
     async def whole(
         self, place: StoredObject, kind: type[H], content_bytes: int = 0
     ) -> tuple[bytes, H, memoryview]:
-        """Return an object, its statement and its content. Raises `PeerError` or ValueError."""
+        """Return an object, its statement and its content; raise `PeerError` or ValueError if it does not count."""
         require(place.size_bytes > content_bytes, "it is cut off", ProtocolError)
         require(place.size_bytes <= kind.most_bytes + content_bytes, "it is too large", ProtocolError)
         data = await self.patiently(self.bucket.read, place.path)
@@ -240,7 +243,7 @@ class Journal:
         return data or b"", statement, content
 
     def tell(self, place: StoredObject, fault: str, author: PeerId | None = None) -> None:
-        """Report an object that does not count, once; ``author`` is the member that signed it, if known."""
+        """Report once an object that does not count. ``author`` is the member that signed it, if known."""
         if place in self._told:
             return
         remember(self._told, place, None, _MAX_TOLD)
@@ -259,10 +262,10 @@ class Journal:
         await self.bucket.create(path, self.signed(Farewell, base=chain.base))
 
     async def first_or_newest_state(self, own: Callable[[], Snapshot]) -> tuple[RoundChain, Snapshot | None]:
-        """Return the newest readable state, and the chain at this state.
+        """Return the chain at the newest readable state, and this state.
 
-        If the bucket has no state, this peer writes its ``own`` as the first one, and None is returned as the state.
-        Raises `StateError` if there are states, and none can be read.
+        If the bucket has no state, write this peer's ``own`` state as the first state, and return None as the state.
+        Raises `StateError` if there are states, but none can be read.
         """
         while True:
             newest = await self.newest_state(await self.states())
@@ -278,9 +281,10 @@ class Journal:
     async def newest_state(
         self, places: list[StoredObject], left: Mapping[int, str] | None = None
     ) -> tuple[RoundChain, Snapshot] | None:
-        """Return the newest of these states that can be read, and its chain; None if there is none.
+        """Return the chain at the newest of these states that can be read, and this state; None if there is none.
 
-        With ``left``, the folders of a branch by round, states that lead to this branch are skipped.
+        ``left`` has the folders of a branch by round. If given, skip states that lead to this branch. Without
+        ``left``, raise `StateError` if there are states, but none can be read.
         """
         fault = ""
         for place in places:
@@ -326,7 +330,7 @@ class Journal:
         return [place for place in reversed(places) if STATE_PLACE.fullmatch(place.path)]
 
     async def write_state(self, chain: RoundChain, snapshot: Snapshot) -> bool:
-        """Write a state; returns False if another peer has written it before."""
+        """Write a state; return False if another peer has written it before."""
         blob = memoryview(snapshot.blob.data)
         data = await asyncio.to_thread(self.signed, StateHead, blob, chain=chain, manifest=snapshot.head)
         return await self.bucket.create(chain.state_path, data)
@@ -334,7 +338,7 @@ class Journal:
     async def trim(self, round: int) -> None:
         """Keep the two newest states up to ``round``; delete older states, and rounds that the kept states do not need.
 
-        Only objects that were written before the older of the two kept states are deleted.
+        Keep all objects that are newer than the older of these two states.
         """
         states = [place for place in await self.states() if round_of(place.path) <= round]
         if len(states) < 2:

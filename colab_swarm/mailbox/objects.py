@@ -1,6 +1,6 @@
 """What members write into a bucket: signed statements, their paths, and the bytes of an object. Pure.
 
-An object is a statement, which its writer signs, and the content that follows it, such as encoded values.
+An object consists of a statement, which its writer signs, and the content, such as encoded values.
 """
 
 import re
@@ -35,12 +35,12 @@ _HEAD: Final = len(_MARK) + 1 + 4  # bytes of an object before its statement
 
 
 def folder_of(round: int, base: bytes) -> str:
-    """Return the folder of a round after the manifest with this digest; nobody can know it before that manifest."""
+    """Return the folder of a round after the manifest with the digest ``base``. It is unknown before that manifest."""
     return f"rounds/{round:08d}-{base[:8].hex()}"
 
 
 def round_of(path: str) -> int:
-    """Return the round that the path of a state, or of an object of a round, belongs to."""
+    """Return the round in the path of a state or of an object of a round."""
     return int(path.partition("/")[2][:8])
 
 
@@ -51,7 +51,7 @@ Hash = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
 
 
 class Statement(Signed, frozen=True, kw_only=True):
-    """What a member writes about one model of a run; it is signed, and contains the writer's membership."""
+    """A signed text about one model of a run, with the membership of its writer."""
 
     prefix: Annotated[str, msgspec.Meta(max_length=200)]
     key: Key
@@ -65,15 +65,15 @@ class Statement(Signed, frozen=True, kw_only=True):
 
     @property
     def path_part(self) -> str:
-        """A part that the path must contain for the statement to count, because anyone can write a copy elsewhere."""
+        """Part of the object's path. Without it, the statement does not count: any member can copy it elsewhere."""
         raise NotImplementedError
 
 
 class Card(Statement, frozen=True, kw_only=True):
-    """``card/first``: what the peers of a model have agreed on.
+    """``card/first``: the agreement of a model's peers.
 
     Attributes:
-        schema: digest of the vector's layout and of what the peers agree on.
+        schema: digest of the vector's layout and of the agreement.
         agreement: names and values of the settings that all peers share.
         min_peers: number of peers whose contributions the first round needs.
     """
@@ -89,7 +89,7 @@ class Card(Statement, frozen=True, kw_only=True):
 
 
 class PseudoGradient(Statement, frozen=True, kw_only=True):
-    """``rounds/ROUND-BASE/MEMBER``: a member's contribution to a round; the encoded pseudo-gradient follows."""
+    """``rounds/ROUND-BASE/MEMBER``: a member's contribution to a round. The encoded pseudo-gradient follows."""
 
     round: Round
     base: Hash  # digest of the manifest from which this member's model went on
@@ -152,7 +152,7 @@ def seal(statement: Statement, content: Buffer = b"") -> bytes:
 
 
 def unseal(data: bytes, kind: type[H]) -> tuple[H, memoryview]:
-    """Return the statement of an object, whose signature is checked, and its content; raises `ProtocolError`."""
+    """Check an object's signature and content; return its statement and its content. Raises `ProtocolError`."""
     statement, content = unseal_start(data, kind)
     named = statement.content or content_digest(b"")
     require(content_digest(content) == named, "it is cut off or changed", ProtocolError)
@@ -160,7 +160,7 @@ def unseal(data: bytes, kind: type[H]) -> tuple[H, memoryview]:
 
 
 def unseal_start(data: bytes, kind: type[H]) -> tuple[H, memoryview]:
-    """Return the statement from the first bytes of an object, its signature checked, and the remaining bytes."""
+    """Check the signature at the start of an object; return the statement and the bytes after it."""
     require_version(data)
     end = start_bytes(data)
     is_whole = data.startswith(_MARK) and len(data) >= _HEAD and end <= len(data)

@@ -16,10 +16,10 @@ from colab_swarm.snapshot import PeerRow
 
 
 async def last_members(bucket: Bucket, prefix: str, admission: MembershipAdmission | None) -> list[PeerRow]:
-    """Return the members of the newest closed round; raises `JoinError` if there is none.
+    """Return the members of the newest closed round; raise `JoinError` if no round is closed.
 
-    This function reads only the statements of objects, not their values, and writes nothing. ``admission`` is that of
-    the run; None in an open run.
+    This function reads only the statements of objects, not their values, and writes nothing. ``admission`` checks who
+    belongs to the run; it is None in an open run.
     """
 
     def role_of(key: bytes, membership: bytes, at: float) -> Role:
@@ -30,7 +30,7 @@ async def last_members(bucket: Bucket, prefix: str, admission: MembershipAdmissi
     statements = Statements(bucket, prefix, role_of)
 
     async def first_of(places: Iterable[StoredObject], kind: type[H]) -> tuple[StoredObject, H] | None:
-        """Return the first object that is a member's statement of this kind."""
+        """Return the first object with a member's statement of this kind, and the statement."""
         for place in places:
             statement = await statements.head(place, kind)
             if statement is not None:

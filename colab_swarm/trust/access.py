@@ -1,12 +1,12 @@
 """How a peer gets into a run and invites others: its membership, and how a revocation reaches every peer.
 
 With an invitation that is valid offline, a peer signs its own membership immediately. As soon as the peer reaches the
-authority, the authority replaces this membership by one of its own. Then the invitation can be revoked without removing
-the peers that used it. A peer tries to renew its membership when half of its life is over, so the authority may be away
-for the other half.
+authority, the authority replaces this membership by a membership that it signs itself. Then the authority can revoke
+the invitation without removing the peers that used it. When half of a membership's life is over, the peer tries to
+renew it. So the authority may be away for the other half.
 
-The authority signs a list of revocations. A peer that receives a newer list sends it to all linked peers. Each peer
-also asks one linked peer for the newest list every 20 s, so late joiners get the list without the authority.
+The authority signs a list of revocations. A peer that receives a newer list sends it to all linked peers. Every 20 s,
+each peer also asks one linked peer for the newest list. So late joiners get the list without the authority.
 """
 
 import asyncio
@@ -53,9 +53,10 @@ MAX_RETRY_S = 600.0
 
 
 def clock_advice(behind_s: float, mailbox: str = "") -> str:
-    """Return a text on a clock that is ``behind_s`` behind the others' (negative: ahead); empty if this is little.
+    """Return a text on a clock that is ``behind_s`` seconds behind the other peers' clocks; empty if this is little.
 
-    With the address of a ``mailbox``, the clock is compared with that of the store, whose time `RunAccess` uses.
+    A negative ``behind_s`` means that the clock is ahead. With the address of a ``mailbox``, the text compares the
+    clock with the store's clock.
     """
     if abs(behind_s) <= REPORT_S:
         return ""
@@ -85,7 +86,7 @@ class RunMember:
         self.node.serve(IssuedMembership, self._on_renewed, role=Role.GUEST)
 
     async def join(self) -> None:
-        """Get the first membership; raise `JoinError` if the authority refuses or does not answer."""
+        """Get the first membership; raise `JoinError` if the peer needs the authority, and it refuses or is away."""
         invitation = self.access.invitation
         saved = self.access.membership
         if invitation is None or invitation.grant is None:
@@ -115,7 +116,7 @@ class RunMember:
             ) from error
 
     async def tick(self) -> None:
-        """Check the clock, and renew the membership if this is due."""
+        """Check the clock, and renew the membership if the renewal is due."""
         self._check_clock()
         if self.access.invitation is not None:
             await self._renew_if_due()
@@ -149,7 +150,7 @@ class RunMember:
         await asyncio.gather(*map(self._show_membership, self.node.linked()))
 
     def _on_not_renewed(self, held: Membership, error: PeerError) -> None:
-        """Try again later; tell the user if the authority refuses, or if little time is left."""
+        """Plan a retry; tell the user if the authority refuses, or if little time is left."""
         now = self.node.time()
         self._absent.fail("authority", now)
         left_s = held.expires_at - now
@@ -215,7 +216,7 @@ class RevocationGossip:
             self.node.spawn(self._share(peer, revocations))
 
     async def pull(self) -> None:
-        """Ask one linked peer for a newer list; call it every `PULL_S`."""
+        """Ask one linked peer for a newer list. Call this every `PULL_S` seconds."""
         linked = sorted(self.node.linked())
         if linked:
             await self._share(self.rng.choice(linked), b"")
@@ -254,9 +255,9 @@ class RevocationGossip:
 
 
 class Trust:
-    """A peer's contributions and, in a run that is not open, its membership, the revocations and its ``authority``.
+    """A peer's contributions and, in a run that is not open, its membership, the revocations and the ``authority``.
 
-    ``authority`` is None unless this peer is the authority.
+    If this peer is not the authority, ``authority`` is None.
     """
 
     def __init__(
@@ -296,7 +297,7 @@ class Trust:
     def revoke(self, subject: PeerId) -> None:
         """Remove a peer, or revoke an invitation by the id of its key.
 
-        Raises `PermissionError` if this peer is not the authority, or the run is in a bucket.
+        Raises `PermissionError` if this peer is not the authority, or if the run is in a bucket.
         """
         require(
             not self._mailbox,
@@ -326,9 +327,9 @@ ONLY_THE_ORGANIZER = (
 class RunAccess:
     """A peer's way into a run, and its rights there.
 
-    ``admission`` is None in an open run. In other runs, the ``invitation`` admits the peer, with a
-    Hugging Face ``token`` if one is required; the authority has a ``book`` instead. ``membership``,
-    ``known`` peers and the ``tally`` come from an earlier session.
+    ``admission`` is None in an open run. In other runs, the ``invitation`` admits the peer, together with a
+    Hugging Face ``token`` if the run has an allowlist. The authority has a ``book`` instead of an invitation. The
+    ``membership``, the ``known`` peers and the ``tally`` come from an earlier session.
     """
 
     run_id: str
@@ -402,8 +403,8 @@ class RunAccess:
     ) -> "RunAccess":
         """Join a run by an invitation.
 
-        ``token`` is a Hugging Face token, if the run requires one. ``membership`` is that of an earlier session, if
-        there was one. If the ``mailbox`` is a folder, its path here may differ from that in the invitation.
+        ``token`` is a Hugging Face token, if the run requires a token. ``membership`` is the membership of an earlier
+        session, or empty. If the ``mailbox`` is a folder, its path here may differ from its path in the invitation.
         """
         run_id = invitation.run_id
         admission = None
@@ -421,7 +422,7 @@ class RunAccess:
 
     @property
     def entries(self) -> tuple[Contact, ...]:
-        """Peers to dial first: those known from an earlier session, then those of the invitation."""
+        """Peers to dial first: known peers of an earlier session, then the invitation's entries."""
         addresses: dict[PeerId, dict[str, None]] = {}
         invited = () if self.invitation is None else self.invitation.entries
         for contact in (*self.known, *invited):
@@ -440,15 +441,15 @@ class RunAccess:
     ) -> Invite:
         """Make an invitation.
 
-        A peer that is not the authority can only pass on its own invitation, to which it adds itself as an entry.
+        A peer that is not the authority can only pass on its own invitation, with new entries.
 
         Args:
             peers: this peer's node.
             authority: this peer's authority, or None.
             role: worker (default), reducer or viewer.
-            hours: how long the invitation can be used; by default 24 hours, or 30 days if the run is in a bucket.
-            uses: how many peers can use it; by default any number.
-            settings: settings for training; by default those of this peer's own invitation.
+            hours: life of the invitation. By default 24 hours, or 30 days if the run is in a bucket.
+            uses: how many peers can use the invitation. By default any number.
+            settings: settings for training. By default the settings of this peer's own invitation.
 
         Raises:
             JoinError: no peer could use the invitation.
@@ -492,7 +493,7 @@ class RunAccess:
     def _with_mailbox(self, made: Invite, peers: Node) -> Invite:
         """Add the mailbox's address with the signature of the run's creator.
 
-        This peer signs the address itself if it is the creator; else the signature is in its own invitation.
+        If this peer is the creator, it signs the address itself. Else the signature is in its own invitation.
         """
         if not self.mailbox:
             return made
@@ -503,7 +504,7 @@ class RunAccess:
         return made.with_mailbox(self.mailbox, peers.public_key, signed.signature)
 
     def _reachable(self, peers: Node) -> tuple[Contact, ...]:
-        """Return the entries of a new invitation: peers that can be dialled, those that need no relay first."""
+        """Return the entries of a new invitation: peers that can be dialled, first the peers that need no relay."""
         contacts: list[Contact] = []
         if self.admission is not None:
             contacts.append(peers.contact_of(id_of(self.admission.authority)))

@@ -39,7 +39,8 @@ EncodedMembership = Annotated[bytes, msgspec.Meta(max_length=MAX_MEMBERSHIP_BYTE
 class RequestMembership(Message, frozen=True):
     """Asks the authority for a membership.
 
-    ``proof`` is a membership that the invitation allowed, or an earlier one. ``token`` is a token of Hugging Face.
+    ``proof`` is a membership that the peer signed with its invitation's key, or an earlier membership. ``token`` is a
+    Hugging Face token.
     """
 
     proof: EncodedMembership
@@ -50,20 +51,20 @@ class RequestMembership(Message, frozen=True):
 
 
 class IssuedMembership(Message, frozen=True):
-    """The authority's answer. A peer also sends its renewed membership to linked peers, which answer with `Ack`."""
+    """The authority's answer. A peer also sends its renewed membership to linked peers, and they answer `Ack`."""
 
     membership: EncodedMembership
 
 
 class ShareRevoked(Message, frozen=True):
-    """Call and answer: the version of the sender's revocation list, and the list if the receiver may not have it."""
+    """Call and answer: the version of the sender's revocation list, and the list if the receiver may lack it."""
 
     version: int
     revocations: Annotated[bytes, msgspec.Meta(max_length=1 << 16)] = b""
 
 
 class AuthorityBook(msgspec.Struct):
-    """What the authority stores: the uses of invitations, and the newest encoded list of revocations."""
+    """The authority's stored records: the uses of invitations, and the newest encoded list of revocations."""
 
     run_id: str
     used: dict[str, tuple[float, list[str]]] = {}  # by an invitation's key: its end, and its users
@@ -72,7 +73,7 @@ class AuthorityBook(msgspec.Struct):
 
     @classmethod
     def of(cls, run_id: str, key_file: str | Path | None = None) -> "AuthorityBook":
-        """Return the book stored next to the key file, with the run_id in it, or a new book; ValueError if damaged."""
+        """Return the book next to the key file, or a new book of ``run_id``; raise ValueError if it is damaged."""
         path = "" if key_file is None else f"{key_file}.authority"
         book = cls(run_id, path=path)
         try:
@@ -90,9 +91,9 @@ class AuthorityBook(msgspec.Struct):
             write_file(Path(self.path), [msgspec.json.encode(self)], sync=True, private=True)
 
     def use(self, grant: Grant, peer: PeerId, *, now: float) -> bool:
-        """Count that a peer joins with a grant; return False if the grant is used up.
+        """Count a peer that joins with a grant; return False if the grant is used up.
 
-        A peer that joins again is not counted again.
+        A peer that joins again does not count again.
         """
         if not grant.uses:
             return True
@@ -108,7 +109,7 @@ class AuthorityBook(msgspec.Struct):
 
 @dataclass(frozen=True)
 class Allowlist:
-    """Hugging Face accounts that an authority admits: these users, and the members of these organisations."""
+    """Hugging Face accounts that an authority admits: the named users, and members of the named organisations."""
 
     users: tuple[str, ...] = ()
     organisations: tuple[str, ...] = ()
@@ -132,14 +133,14 @@ def make_grant(
 def member_s(allow: Allowlist | None) -> float:
     """Return how long a membership lasts, in seconds.
 
-    With an allowlist it is short, so that an account that is taken off the list soon loses its membership.
+    With an allowlist it is short, so an account that you take off the list soon loses its membership.
     """
     return MEMBER_S if allow is None else LISTED_MEMBER_S
 
 
 @dataclass
 class Authority:
-    """Issues memberships, and signs the list of revocations. With ``allow``, only accounts on it get a membership."""
+    """Issues memberships, and signs the list of revocations. With ``allow``, only listed accounts get a membership."""
 
     peers: Node
     admission: MembershipAdmission
@@ -156,7 +157,7 @@ class Authority:
     def grant(self, role: Role, *, hours: float, uses: int = 0) -> tuple[Grant, bytes]:
         """Return the grant of a new invitation and the seed of the invitation's key.
 
-        ``uses`` is how many peers may join; 0 for any number. Raises `ValueError` if it is out of range.
+        ``uses`` is how many peers may join, or 0 for any number. Raises `ValueError` if ``uses`` is out of range.
         """
         require(0 <= uses <= MAX_USES, f"uses={uses}: it is 1 to {MAX_USES:,}, or 0 for any number")
         until = self.peers.time() + 3600 * hours
@@ -166,7 +167,7 @@ class Authority:
     def revoke(self, subject: PeerId) -> None:
         """Revoke a peer, or an invitation's key together with all peers that only this key admits.
 
-        Raises `ValueError` if the subject is this peer itself.
+        Raises `ValueError` if ``subject`` is this peer itself.
         """
         require(subject != self.peers.id, "this is the authority itself; to end the run, leave it")
         revocations = self.admission.revoked.adding(subject, now=self.peers.time(), sign=self.peers.sign)

@@ -1,15 +1,15 @@
-"""What each peer contributed, as this peer saw it and as linked peers reported it. No peer can credit itself.
+"""The contributions of each peer, as this peer saw them and as linked peers reported them. No peer can credit itself.
 
-- *Samples.* In a round, a contributor is credited once in total with the samples of its gradient.
-  The other reducers share this credit in proportion to their shares of the averaged vector: j credits p with
+- *Samples.* In a round, all other reducers together credit a contributor once with the samples of its gradient. Each
+  gives a part in proportion to its share of the averaged vector: reducer j credits contributor p with
   ``samples_p * share_j / (1 - share_p)``. If p is the only reducer, the other members share the
-  credit evenly. A round with only one member is not counted.
+  credit evenly. A round with only one member does not count. In a bucket, each member credits all samples.
 - *Bytes reduced.* Every other member credits a reducer with the float32 bytes that the reducer averaged for it.
 - *Bytes relayed.* Each end of a circuit credits the relay with half of the circuit's bytes.
-- *Work units, expert calls.* The peer that was served credits the peer that served it.
+- *Work units, expert calls.* The peer that gets a service credits the peer that gives it.
 
-A *tally* is one peer's list of what it saw others contribute. A peer sends only its own tally, over a link, and the
-link proves who it is. So tallies need no signature.
+A *tally* is one peer's list of the contributions that it saw. A peer sends only its own tally, over a link, and the
+link proves the peer's identity. So tallies need no signature.
 """
 
 import asyncio
@@ -42,7 +42,7 @@ Amount: TypeAlias = Annotated[float, msgspec.Meta(ge=0.0, le=MAX_AMOUNT)]
 
 
 class Contribution(Message, frozen=True):
-    """What a peer contributed to the swarm, as other peers saw it."""
+    """A peer's contributions to the swarm, as other peers saw them."""
 
     peer: Annotated[PeerId, msgspec.Meta(min_length=32, max_length=32)]
     samples: Amount = 0.0
@@ -65,7 +65,7 @@ Tally: TypeAlias = Annotated[tuple[Contribution, ...], msgspec.Meta(max_length=M
 
 
 class ShareTally(Message, frozen=True):
-    """Call and answer: what the sender saw others contribute."""
+    """Call and answer: the contributions of other peers that the sender saw."""
 
     tally: Tally
 
@@ -79,9 +79,9 @@ class ContributionLedger:
         self._amounts: dict[PeerId, dict[Kind, float]] = {}
 
     def credit(self, peer: PeerId, kind: Kind, amount: float) -> None:
-        """Count a contribution of another peer; raises ValueError if the amount is not finite and >= 0.
+        """Count a contribution of another peer, but none of this peer itself.
 
-        This peer itself is never credited.
+        Raises ValueError if the amount is negative or not finite.
         """
         require(0 <= amount < math.inf, f"{amount} {kind} cannot be credited")
         if peer == self._own or not amount:
@@ -92,23 +92,23 @@ class ContributionLedger:
             self._amounts = self._largest()
 
     def on_totals(self, kind: Kind, totals: Mapping[PeerId, int], part: float = 1.0) -> None:
-        """Credit others with a ``part`` of what they did for this peer since the last call.
+        """Credit other peers with the fraction ``part`` of their services to this peer since the last call.
 
-        ``totals`` are the amounts since this peer's start.
+        ``totals`` has the amounts since this peer's start.
         """
         for peer, total in totals.items():
             self.credit(peer, kind, part * (total - self._totals.get((kind, peer), 0)))
             self._totals[kind, peer] = total
 
     def on_bucket_round(self, samples: Mapping[PeerId, float]) -> None:
-        """Count a round in a bucket by its contributors' samples, which every member reads in the bucket."""
+        """Count a round in a bucket by its contributors' samples. Every member reads them in the bucket."""
         for member, computed in samples.items():
             self.credit(member, "samples", computed)
 
     def on_round(
         self, group: Group, contributors: Collection[PeerId], spans_lost: Collection[Span] = ()
     ) -> None:
-        """Count a round over links in which this peer took part; the arguments are those of its `GroupResult`."""
+        """Count a round over links in which this peer took part. The arguments come from its `GroupResult`."""
         total = sum(member.share for member in group.members)
         mine = sum(member.share for member in group.members if member.id == self._own) / total
         for member, span in zip(group.members, group.spans(), strict=True):
@@ -131,7 +131,7 @@ class ContributionLedger:
                 self.credit(contribution.peer, kind, getattr(contribution, kind))
 
     def _largest(self) -> dict[PeerId, dict[Kind, float]]:
-        """Return the `MAX_ROWS` peers that contributed the largest parts of all totals, the largest first."""
+        """Return the `MAX_ROWS` peers with the largest fractions of all totals, the largest first."""
         totals = {kind: sum(amounts[kind] for amounts in self._amounts.values()) or 1.0 for kind in KINDS}
         parts = {}
         for peer, amounts in self._amounts.items():
@@ -141,9 +141,9 @@ class ContributionLedger:
 
 
 def sum_tallies(tallies: Mapping[PeerId, Tally]) -> tuple[Contribution, ...]:
-    """Add up the tallies, which are given by their writers; return most samples first.
+    """Add up ``tallies``, a mapping by writer; return the contributions with most samples first.
 
-    What a writer reports about itself does not count.
+    A writer's report about itself does not count.
     """
     sums: dict[PeerId, dict[Kind, float]] = {}
     for writer, tally in tallies.items():
@@ -160,7 +160,7 @@ def sum_tallies(tallies: Mapping[PeerId, Tally]) -> tuple[Contribution, ...]:
 
 
 class Contributions:
-    """This peer's ledger, which continues the ``saved`` one, and the last tallies that reducers and workers sent."""
+    """This peer's ledger, which continues the ``saved`` tally, and the last tallies from reducers and workers."""
 
     def __init__(self, peers: Node, rng: random.Random, saved: Tally = ()) -> None:
         self._peers = peers
@@ -174,7 +174,7 @@ class Contributions:
         peers.serve(ShareTally, self._on_share)
 
     async def share(self) -> None:
-        """Exchange tallies with one linked peer; call it every `SHARE_S`."""
+        """Exchange tallies with one linked peer. Call this every `SHARE_S` seconds."""
         linked = sorted(self._peers.linked())
         if linked:
             await self._share_with(self._rng.choice(linked))
@@ -189,7 +189,7 @@ class Contributions:
         return self.known()
 
     def known(self) -> tuple[Contribution, ...]:
-        """Return the sum of this peer's tally and of the tallies that it received, most samples first."""
+        """Return the sum of this peer's tally and the received tallies, most samples first."""
         return sum_tallies({**self._told, self._peers.id: self.tally()})
 
     def tally(self) -> Tally:
@@ -222,7 +222,7 @@ class Contributions:
 
 
 class Leaderboard(tuple[Contribution, ...]):
-    """Each peer's contributions, as this peer saw them or as linked peers reported them; most samples first."""
+    """Each peer's contributions, as this peer saw them or as linked peers reported them, most samples first."""
 
     names: Mapping[str, str]  # names that peers chose, by short id; not verified
     me: PeerId
