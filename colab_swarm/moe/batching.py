@@ -194,7 +194,7 @@ class Batching:
 
 
 def compute(expert: Expert, calls: Sequence[Call]) -> list[Computed]:
-    """Begin to compute calls of one key as one batch. Pass the result to `finished`, which waits for the answers."""
+    """Begin to compute calls of one key as one batch; `finished` waits for the answers."""
     samples = sum(call.samples for call in calls)
     key = calls[0].key
     row = 0

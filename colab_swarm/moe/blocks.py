@@ -60,10 +60,10 @@ class TransformerBlock(nn.Module):
 class PaperTransformerBlock(nn.Module):
     """The published Transformer block: post-norm, GELU, 16 heads, dropout of 0.1 (Learning@home, section 4.1).
 
-    The backward pass of an expert computes the forward pass again. Here the dropout masks of a sample depend only on
+    An expert's backward computes forward again. Here the dropout masks of a sample depend only on
     the sample's bits and on ``salt``, which `Expert` sets to the expert's name. So both passes have the same masks,
     whichever other calls are in the batch. Equal samples have equal masks in one expert. The published code draws new
-    masks in the backward pass. After ``eval()`` there is no dropout.
+    masks in backward. After ``eval()`` there is no dropout.
     """
 
     def __init__(self, dim: int, heads: int = 16, hidden: int | None = None) -> None:

@@ -295,8 +295,7 @@ def _usual(sample: Sequence[int]) -> tuple[int, ...]:
 def measure(expert: Expert) -> ExpertModel:
     """Let an expert take a step, and measure the expert's memory.
 
-    Raises `ValueError` if the module cannot process samples of the expert's shape, and `TypeError` if the expert's
-    state cannot be saved.
+    Raises `ValueError` if the module cannot process samples of its shape, and `TypeError` if the state cannot be saved.
     """
     module = expert.module
     known = {tensor.data_ptr() for tensor in (*module.parameters(), *module.buffers())}

@@ -48,7 +48,7 @@ class Gating(nn.Module):
 
 
 def priorities(scores: Sequence[Tensor], indices_BKG: Tensor) -> Tensor:
-    """Return the priorities (B, K) of the experts at these indices, each the sum of its scores. Differentiable."""
+    """Return the priorities (B, K) of the experts at these indices, differentiable in the scores."""
     parts_BK = [score_BM.gather(1, indices_BKG[:, :, i]) for i, score_BM in enumerate(scores)]
     return torch.stack(parts_BK).sum(0)
 
@@ -142,8 +142,7 @@ class RemoteExpert(nn.Module):
     def forward(self, inputs: Tensor) -> Tensor:
         """Return the expert's outputs.
 
-        Raises `ExpertError` if the expert fails, and `ValueError` if the inputs do not fit. If the expert fails in
-        backward, ``backward()`` raises `ExpertError`.
+        Raises `ExpertError` if the expert fails, also in backward, and `ValueError` if the inputs do not fit.
         """
         info = self.info()
         calls = self._calls

@@ -90,7 +90,6 @@ class AsyncTrainer(Generic[Batch]):
         concurrency: number of batches in flight, each with a copy of the model's local parameters. To hide the
             latency, divide the duration of a batch, including waits, by its computing time.
         max_grad_norm: largest 2-norm of a batch's gradients; larger gradients are clipped.
-        patience_s: seconds without a successful batch after which `fit` raises the error of a peer.
         progress: print progress twice a second.
         on_update: a function to call after each update, while no other thread uses model and optimizer.
     """
