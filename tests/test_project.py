@@ -1,5 +1,6 @@
 """Where links and install lines lead: to the repository that the metadata name, and to no place that does not exist."""
 
+import io
 import json
 import re
 import subprocess
@@ -165,19 +166,26 @@ def test_changes_that_are_not_committed_are_left_alone(copy: Path) -> None:
     assert (copy / "README.md").read_text() == "my own text"
 
 
-def test_a_slow_import_says_what_it_is_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    said: list[str] = []
-    import_it, told = cs.importlib.import_module, threading.Event()
+@pytest.mark.parametrize("waits", [True, False], ids=["terminal", "log file"])
+def test_a_slow_import_tells_the_person_who_waits(waits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    import_it, looked = cs.importlib.import_module, threading.Event()
 
     def slowly(name: str) -> object:
-        assert told.wait(10)
+        assert looked.wait(10)
         return import_it(name)
 
-    def record(text: str, **_: object) -> None:
-        said.append(text)
-        told.set()
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return waits
 
+    def tell(text: str) -> None:
+        project_tell(text)
+        looked.set()
+
+    project_tell = project._tell
     monkeypatch.setattr(project, "SLOW_S", 0.0)
-    monkeypatch.setattr("builtins.print", record)
+    monkeypatch.setattr(project, "_tell", tell)
+    monkeypatch.setattr("sys.stderr", terminal := Terminal())
     monkeypatch.setattr(cs.importlib, "import_module", slowly)
-    assert cs.Lamb.__name__ == "Lamb" and said == ["colab_swarm is loading what cs.Lamb needs"]
+    assert cs.Lamb.__name__ == "Lamb"
+    assert terminal.getvalue() == ("colab_swarm is loading what cs.Lamb needs\n" if waits else "")
