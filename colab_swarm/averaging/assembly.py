@@ -97,7 +97,7 @@ class Assembly:
     """One peer's part in the meetings of one ``prefix``; ``size`` is the exact number of members, None for any.
 
     Attributes:
-        waiting: the records of the peers that wait on the same terms, this peer included, as they were last read.
+        waiting: the records, as last read, of the peers that wait for a meeting with equal terms; this peer is among them.
     """
 
     def __init__(

@@ -203,8 +203,8 @@ class MoshpitResult:
 class MoshpitAverager:
     """Averages one named vector repeatedly, each time with the peers that call for it at about the same time.
 
-    Warning: the codecs onebit, topk and sparseloco lose most of a vector, because there is no error feedback here. With
-    these codecs, means are float16.
+    Warning: the codecs onebit, topk and sparseloco lose most of a vector, because there is no error feedback here. The
+    means come back as float16 if one of these codecs is used.
     """
 
     def __init__(

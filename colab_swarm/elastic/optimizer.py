@@ -326,9 +326,9 @@ class ElasticOptimizer(WrappedOptimizer):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load the residuals and corrections of a state; call it before the first ``backward()``.
 
-        Load the parameters and the wrapped optimizer before the group is formed, because the members then copy the
-        first member's. Only the first member applies its loaded corrections. Raises `StateError` if the state belongs
-        to another model.
+        Load the parameters and the wrapped optimizer's state before the group is formed: when it is formed, the members
+        copy those of the first member. Only the first member applies its loaded corrections. Raises `StateError` if the
+        state belongs to another model.
         """
         self._load(state_dict, self._load_debts)
 

@@ -398,8 +398,8 @@ def swav(
 def swav_optimizer(model: Swav, settings: SwavSettings | str = "tiny") -> tuple[Lars, LambdaLR]:
     """Return LARS and its schedule, for ``swarm.optimizer(optimizer, scheduler=scheduler, …)``.
 
-    ``settings`` are your own, or the name of a size. A learning rate of 0 freezes the
-    prototypes for the first global steps, in the same way at all peers.
+    ``settings`` are your own, or the name of a size. During the first global steps, the prototypes have a learning rate
+    of 0 at all peers, so these steps do not change them.
     """
     if isinstance(settings, str):
         chosen = SETTINGS[settings]

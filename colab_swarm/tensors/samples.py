@@ -139,7 +139,7 @@ class RowCounter:
 
     Args:
         full: number of examples in a full micro-batch.
-        batch_size: the same number, if the user gave it; it takes precedence over the rows.
+        batch_size: the number of examples in a full micro-batch, if the user gave it. It is then used instead of ``full``.
         most: number of examples in the whole data set, if it is known.
     """
 
