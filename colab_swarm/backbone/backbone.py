@@ -32,8 +32,8 @@ MAX_PEERS = 256  # most peers in a snapshot
 class Backbone:
     """Stays in a run from `start` to `stop`. Raises ValueError if a package that it needs is not installed.
 
-    ``hub_token`` is a token of Hugging Face; None: use the login of this machine. `serve` makes the
-    ``invite``. ``dashboard`` is the address of the web page, empty if there is none.
+    ``hub_token`` is a token of Hugging Face; None uses the login of this machine. `serve` sets ``invite``, the
+    invitation. ``dashboard`` is the address of the web page, empty if there is none.
     """
 
     invite: Invitation
@@ -142,8 +142,8 @@ def serve(
 ) -> Iterator[Backbone]:
     """Start or continue a run until the block ends.
 
-    If the ``file`` has no model, the peer only organizes rounds, reduces and relays. ``options`` of the network; None:
-    those of the file. `create` explains ``accept_terms``. Raises ValueError if the folder belongs to another run or
+    If the ``file`` has no model, the peer only organizes rounds, reduces and relays. ``options`` are of the network;
+    None takes the file's. `create` explains ``accept_terms``. Raises ValueError if the folder belongs to another run or
     a needed package is not installed, OSError if a port is taken, and SwarmError if the run cannot be started.
     """
     with create(

@@ -3,10 +3,10 @@
 When no trainer has reached the step of the newest checkpoint, the backbone stands in: it publishes a progress record
 of that step, as a peer that cannot reduce. Late joiners then download the state from the backbone. A trainer that is
 further takes precedence over the backbone. A checkpoint is made from a snapshot, without torch or a model. Its file
-equals that of `SwarmOptimizer.save`: a trainer loads the file, or the folder, with ``optimizer.load``.
+has the format of `SwarmOptimizer.save`: a trainer loads the file, or the folder, with ``optimizer.load``.
 
 The record of a trainer reports the mean loss of its samples since the last global step. For each step, the
-curve has the median over the trainers, so a lying minority cannot change it.
+curve has the median over the trainers, so a lying minority cannot move it outside the losses of honest trainers.
 """
 
 import asyncio
@@ -213,8 +213,8 @@ class Vault(StepFiles):
 class HubPush:
     """Pushes the newest checkpoint of a collaboration to the Hub, on a thread. Its errors never end the run.
 
-    It pushes `newest`, a path and a title, when this changes, but at most once in ``push_every_minutes``, also
-    after a failure. ``token`` must allow writing; None: use the login of this machine. ``endpoint`` None is the
+    `newest` is a path and a title. When it changes, the file is pushed, but at most once in ``push_every_minutes``,
+    also after a failure. ``token`` must allow writing; None uses the login of this machine. ``endpoint`` None is the
     usual Hub. ``state`` describes the last push in words. Raises ValueError if huggingface_hub is not installed.
     """
 

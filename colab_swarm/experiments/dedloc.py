@@ -398,8 +398,8 @@ class Town:
     """Peers ``p0``, ``p1``, … that average `NUMEL` values each; the last ``clients`` cannot be dialled.
 
     ``doomed(name, round)``: whether the peer crashes while it sends in that round, counted from 0. ``liars`` vote for
-    groups of a million peers, and send NaN. ``group_size`` is the vote of all other peers; None: each votes for the
-    size that its measurements suggest.
+    groups of a million peers, and send NaN. ``group_size`` is the vote of all other peers; if it is None, each peer
+    votes for the size that its measurements suggest.
     """
 
     count: int
@@ -431,7 +431,7 @@ class Town:
 
 @dataclass
 class GroupRun:
-    """The vectors of the surviving peers before and after each round, their last pass, and the virtual seconds."""
+    """The surviving peers' vectors before and after each round, the results of their last pass, and virtual seconds."""
 
     history: list[dict[str, Floats]]
     results: dict[str, MoshpitResult]

@@ -85,8 +85,9 @@ class Member:
 class Emulation:
     """Runs a scene as a queue of events; the same scene and gradients give the same result.
 
-    With plain SGD, ``distances`` are the exact ``||x_t - v_t^i|| / alpha`` by peer and step, ``moments``
-    those of all gradients, and ``ratios`` measured over bound after each step.
+    With plain SGD, ``distances`` are the exact ``||x_t - v_t^i|| / alpha`` by peer i and step t, with the global
+    parameter x_t, the peer's view v_t^i and the learning rate alpha. ``moments`` measures the gradients of all peers.
+    ``ratios`` are the measured distance divided by its bound, after each step.
     """
 
     def __init__(self, scene: Scene, start: Floats, gradient: Gradient) -> None:

@@ -15,8 +15,9 @@ batches fit ("a few"), so the factor is measured for several numbers.
 *moe-convergence* (bottom): digits (8 x 8 pixels, scaled to [0, 1]) instead of MNIST, so the model
 is smaller, too: Linear 64 -> 64, four layers of 64, LayerNorm, Linear 64 -> 10. A layer is a mixture of E
 feed-forward experts of width 64, of which the top 4 are used. In the baseline, a layer is one such block of width 128,
-which computes about as much. With low delay there are 16 trainers, whose batch takes 0.1 s on average; with high
-delay there are 64, and 1 s. Computing takes no virtual time, so only the number of trainers determines the staleness.
+which computes about as much. With low delay there are 16 trainers, and a batch takes 0.1 s on average; with high delay
+there are 64 trainers, and a batch takes 1 s. Computing takes no virtual time, so only the number of trainers determines
+the staleness.
 Experts are the package's feed-forward block, and many are computed together.
 
 All gradients of the baseline are computed with one copy and applied when the batch ends. With experts, the forward and

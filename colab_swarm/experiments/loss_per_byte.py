@@ -5,14 +5,16 @@ averaging. *loss* is the loss of the swarm's parameters in nats per byte, on tex
 *bytes* are the bytes that a peer sent, without those of the protocol. The ways are:
 
 - synchronous gradients of 32, 16 and 8 bits;
-- DiLoCo (arXiv 2311.08105), with a round every `LOCAL_STEPS` steps;
-- SparseLoCo (2508.15706); the same with overlap; and with rounds ten times as *often*;
-- the last one with Muon as the inner optimizer, as in MuLoCo (2505.23725).
+- DiLoCo (arXiv 2311.08105), with a round every `LOCAL_STEPS` steps, in float32, and in int8 with error feedback;
+- SparseLoCo (2508.15706), also with overlap, and with rounds ten times as *often*;
+- SparseLoCo with these frequent rounds and Muon as the inner optimizer, as in MuLoCo (2505.23725).
+
+In the quick preset, rounds come every 10 steps, and *often* is every 2 steps.
 
 *waits* is the part of the time in which a peer does not compute. It is measured in other runs without a model:
-gradients are noise, a step of all peers computes for `STEP_S`, and the connections are those of homes. Large models are
-simulated with a part of their values and of that time. *lora* is one round of LoRA, rank 8 on q and v of the shapes in
-`LORA`.
+gradients are noise, a step of all peers computes for `STEP_S`, and the connections are those of homes. For a large
+model, its number of values and `STEP_S` are divided by the same factor. *lora* is one round of LoRA, rank 8 on q and v
+of the shapes in `LORA`.
 
 *adapted* is the loss of a model that one process has trained on the sources, after peers have trained adapters (LoRA,
 rank 8 on q, k and v) of it on another text, Python's help pages in English.

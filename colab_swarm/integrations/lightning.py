@@ -103,7 +103,7 @@ class SwarmSteps(Callback):
 
     @property
     def _samples(self) -> float | None:
-        """Samples since the last step. None if those of a batch are unknown; then step() without samples= raises."""
+        """Samples since the last step. None if a batch's samples are unknown; then step() without samples= raises."""
         known = [size for size in self._sizes if size is not None]
         return sum(known) if len(known) == len(self._sizes) else None
 
@@ -159,7 +159,7 @@ def _of_swarm(trainer: Trainer) -> list[SwarmOptimizer]:
 
 
 def _loaders_of(loaders: Any) -> list[Any]:
-    """Return the loaders of a Trainer, which are one or several in a collection, as a list."""
+    """Return the loaders of a Trainer, a single loader or a collection of loaders, as a list."""
     if isinstance(loaders, CombinedLoader):
         return [*loaders.flattened]
     if isinstance(loaders, Mapping):

@@ -1,4 +1,4 @@
-"""The Hugging Face `Trainer`, and TRL's that inherit it, train with a swarm:
+"""The Hugging Face `Trainer`, and the trainers of TRL, which inherit it, train with a swarm:
 
     trainer = Trainer(model, args, train_dataset=…)
     attach(trainer, swarm, target_batch_size=256, max_steps=500)
@@ -6,8 +6,8 @@
 
 The Trainer counts the swarm's steps, and logs, evaluates, saves and ends by this count. Its learning rate schedule and
 its ``max_grad_norm`` apply to the averaged gradient. ``gradient_accumulation_steps`` makes larger micro-batches. The
-gradients of a causal language model are weighed by their target tokens. So the result is that of one Trainer with the
-joined batch.
+gradients of a causal language model are weighed by their target tokens. So the averaged gradient is the gradient of one
+Trainer with the joined batch.
 """
 
 import copy
@@ -45,7 +45,7 @@ def attach(
     other ``max_steps``, call `attach` again.
 
     Raises:
-        ValueError: a setting of the Trainer contradicts one of the swarm.
+        ValueError: a setting of the Trainer contradicts a setting of the swarm.
         TypeError: an argument has a wrong type.
 
     It also raises the errors of `Swarm.optimizer`.

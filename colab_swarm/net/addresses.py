@@ -1,4 +1,4 @@
-"""Addresses: those that this peer dials, those that it dials back for others, and those of visitors."""
+"""Addresses: which ones this peer dials, and dials back for others; its own addresses; the networks of visitors."""
 
 import errno
 import ipaddress
@@ -245,7 +245,7 @@ def source_of(request: web.BaseRequest) -> str:
 
 
 def network_of(host: str) -> str:
-    """Return an IPv4 address, or the /64 network of an IPv6 address, all of which one host can use; else ""."""
+    """Return an IPv4 address, or an IPv6 address's /64 network, because one host can use all of it; "" for a name."""
     ip = ip_of(host)
     if ip is None:
         return ""

@@ -222,7 +222,9 @@ class HandshakeReceiver:
 async def dial_any(
     addresses: Sequence[str], dial: Callable[[str], Awaitable[T]], detours: Sequence[str] = ()
 ) -> T:
-    """Return the result of ``dial`` for the first address that answers; ``detours`` are tried if no address does.
+    """Return the result of ``dial`` for the first address that answers.
+
+    If all addresses fail, or none answers within `DETOUR_AFTER_S`, the ``detours`` are tried, too.
 
     Raises `PeerUnreachable` with the failure of each address, or `WrongPeer` if another peer answered.
     """
@@ -261,10 +263,10 @@ class Listener:
     """Accepts connections until `close`.
 
     At most about `MAX_HANDSHAKES` connections may be in their handshake, each for at most `HANDSHAKE_TIMEOUT_S`.
-    Beyond that, the network with the most of them loses its oldest one, so no network takes the room of
-    others. ``receive`` makes the receiver of a new connection, or refuses the connection by a `PeerError`. A
-    relay's ``on_ticket`` takes connections whose first message starts with `TICKET`. A browser gets
-    the page that ``page_at`` has for its path.
+    If there are more, the IP network with the most such connections loses its oldest one, so no network takes the room
+    of others. ``receive`` makes the receiver of a new connection, or refuses the connection by a `PeerError`. A
+    relay's ``on_ticket`` takes connections whose first message starts with `TICKET`. A browser gets the page that
+    ``page_at`` has for the path of its request.
     """
 
     def __init__(self, receive: Callable[[web.BaseRequest], HandshakeReceiver], scratch: memoryview) -> None:

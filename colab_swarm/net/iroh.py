@@ -6,8 +6,8 @@ one. iroh is not trusted: the handshake, the encrypted frames and the flow contr
 inside one stream of an iroh connection, framed as in `colab_swarm.net.websocket`. A killed peer
 sends no reset over iroh, so its links end by the keep-alive.
 
-The generated code of iroh 1.2 copies each byte in Python. `_copy_fast` replaces this one method if it is the
-expected one.
+The generated code of iroh 1.2 copies each byte in Python. `_copy_fast` replaces this one method if the replacement
+writes the same bytes.
 """
 
 import asyncio
@@ -58,7 +58,7 @@ def is_at_public_relay(address: str) -> bool:
 
 
 def _copy_fast(iroh_ffi: Any, version: str) -> bool:
-    """Replace the byte-by-byte copy by one `memmove`; return False, with nothing changed, if the code is another."""
+    """Replace the byte-by-byte copy by one `memmove`; return False, with nothing changed, if the code is different."""
     builder: Any = getattr(iroh_ffi, "_UniffiRustBufferBuilder", None)
     has_methods = hasattr(builder, "write") and hasattr(builder, "_reserve")
     if not has_methods or not version.startswith(VERSION):

@@ -1,7 +1,7 @@
 """Swarms on the same local network announce themselves by multicast DNS and are found without an invitation.
 
-An announcement is public in this network: it has the run's id, the peer, its addresses, and whether an invitation is
-needed. Do not trust any of it before the handshake. Each peer is one service, and peers of one run are merged.
+An announcement is public in this network: it has the run's id, the peer's id and addresses, and whether an invitation
+is needed. Do not trust any of it before the handshake. Each peer is one service, and peers of one run are merged.
 On platforms without multicast (Colab, Kaggle) nothing is found, and no error is raised.
 """
 
@@ -82,7 +82,7 @@ def read_announcement(
 
 
 def merge(announced: Iterable[LanSwarm]) -> list[LanSwarm]:
-    """Return the runs that peers announced, sorted by name, each with the access that most of its peers announce."""
+    """Return the runs that peers announced, sorted by run id, each with the access that most of its peers announce."""
     runs: dict[str, dict[PeerId, tuple[Access, Contact, str]]] = {}
     for announcement in announced:
         peers = runs.setdefault(announcement.run_id, {})
@@ -102,7 +102,7 @@ def merge(announced: Iterable[LanSwarm]) -> list[LanSwarm]:
 
 
 def announced(contact: Contact) -> tuple[list[str], int]:
-    """Return the IP addresses and the port to announce; none and 0 if there are none. A service has only one port.
+    """Return the IP addresses and the port to announce, or no address and port 0. A service has only one port.
 
     Loopback is announced only if there is no other address, because it leads every other machine to itself.
     """

@@ -64,7 +64,7 @@ _TOKEN = struct.Struct("<d")
 
 
 def fail(waiting: asyncio.Future[Any], error: Exception) -> None:
-    """Let a future raise ``error``, unless it is done; perhaps no task waits for it any more."""
+    """Let a future raise ``error``, unless it is done. It is no problem if no task waits for the future any more."""
     if not waiting.done():
         waiting.set_exception(error)
         # Reading the exception marks it as seen; else asyncio would log it.
@@ -119,10 +119,10 @@ class Unread:
 class Link:
     """One link, from the end of the handshake until ``on_lost``; ``dialled`` is True if this end opened it.
 
-    If a link is lost, the handlers of the peer's calls are cancelled; handlers of its streams get `PeerLost`
-    instead. ``services`` are the node's tables for calls and for streams. ``traffic`` counts the bytes sent and
-    received. If a handler fails, a `Fault` is emitted to ``events``. ``unread`` limits the bytes
-    that were received and not read yet; all links of the node share it.
+    If the link is lost, the handlers of the peer's calls are cancelled; the handlers of the peer's streams get
+    `PeerLost` instead. ``services`` are the node's tables for calls and for streams. ``traffic`` counts and limits the
+    bytes sent and received. If a handler fails, a `Fault` is emitted to ``events``. ``unread`` limits the bytes that
+    were received and not read yet; all links of the node share this limit.
     """
 
     def __init__(
@@ -312,7 +312,7 @@ class Link:
         self.flush_soon()
 
     def leave(self) -> None:
-        """Take no new calls or streams; the link closes when all are over at both ends."""
+        """Take no new calls or streams; the link closes when the present ones are over at both ends."""
         if self.lost is None:
             if not self.mux.leaving:
                 self.used_at = self._loop.time()
@@ -466,9 +466,10 @@ class Link:
 class LinkTable:
     """The links of a node, by peer.
 
-    As soon as two peers have a better link, they leave a relayed one; it closes when its calls and streams
-    are over. If both peers dial at the same time, both use the link that the peer with the smaller id dialled. If a
-    link opens more than `_SIMULTANEOUS_S` later, it replaces the old one, which no longer worked for the other peer.
+    As soon as two peers have a better link, they leave their relayed link, which closes when its calls and streams are
+    over. If both peers dial at the same time, both use the link that the peer with the smaller id dialled. If a second
+    link opens more than `_SIMULTANEOUS_S` after the first, it replaces the first, because the first no longer worked
+    for the peer that dialled again.
     """
 
     def __init__(self, own: PeerId) -> None:
@@ -511,13 +512,13 @@ class LinkTable:
         return max(simultaneous, key=preference)
 
     def add(self, link: Link) -> bool:
-        """Add a link; return True if it is the first one to its peer."""
+        """Add a link; return True if it is the first link to its peer."""
         links = self._by_peer.setdefault(link.peer, [])
         links.append(link)
         return len(links) == 1
 
     def remove(self, link: Link) -> bool:
-        """Remove a link; return True if it was the last one to its peer."""
+        """Remove a link; return True if it was the last link to its peer."""
         links = self._by_peer.get(link.peer, [])
         if link in links:
             links.remove(link)

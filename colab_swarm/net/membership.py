@@ -171,7 +171,7 @@ class Revocations(Signed, frozen=True):
 
 @dataclass(eq=False)
 class MembershipAdmission:
-    """Admits members. At the authority, and only there, every other peer is admitted as a guest for a minute.
+    """Admits members. The authority, and no other peer, also admits others as guests for a minute, unless revoked.
 
     Attributes:
         authority, own: the public keys of the authority and of this peer.
@@ -225,7 +225,7 @@ class MembershipAdmission:
         return sound
 
     def require_met(self, membership: Membership, *, now: float) -> None:
-        """Raise `NotAdmitted` if an invitation signed the membership, has ended, and this peer was not met before."""
+        """Raise `NotAdmitted` if an invitation that has ended signed this, unless the member was met before."""
         if membership.grant is None:
             return
         late_s = now - membership.grant.join_until

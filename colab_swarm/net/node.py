@@ -1,6 +1,6 @@
 """A peer on the network: its links to others, and calls and streams over them.
 
-The rules for calls and streams are those of `colab_swarm.net.peers`. The simulator (`colab_swarm.sim`) uses the same
+`colab_swarm.net.peers` has the rules for calls and streams. The simulator (`colab_swarm.sim`) uses the same
 node over another carrier, so all layers above run unchanged on both.
 """
 
@@ -85,7 +85,7 @@ _WAYS = {"wss": LinkType.TUNNEL, "iroh": LinkType.IROH}
 
 
 def _socket_to(info: tuple[Any, ...]) -> socket.socket:
-    """Return a socket to dial one result of ``getaddrinfo`` from; OSError if the address may not be dialled."""
+    """Return a socket that can dial this result of ``getaddrinfo``; OSError if the address may not be dialled."""
     family, kind, protocol, _, (host, *_) = info
     if not may_dial(host):
         raise OSError(errno.EACCES, f"{host} is in a private network, and this machine has no address there")
@@ -100,8 +100,8 @@ class Node:
         sign: ``sign(data)`` returns this peer's signature (64 bytes).
         admission: decides which peers may link, and has this peer's membership.
         addresses: where others can dial this peer, as its handshakes state; none in client mode.
-        metered: True if a relay or a tunnel carries the traffic to this peer. Then it reduces only if all reducers
-            are metered.
+        metered: True if a relay or a tunnel carries the traffic to this peer. Then this peer reduces only if no
+            member that is not metered accepts connections.
         port: the port on which it listens; None in client mode.
         pinned: peers whose unused links stay open (relays that keep a place for this peer).
         open_circuit: opens a connection to a peer through a relay; None if this peer uses no relays.

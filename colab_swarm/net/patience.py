@@ -58,7 +58,7 @@ class LeftOut(Generic[K]):
         self.version = 0
 
     def fail(self, key: K, now: float) -> float | None:
-        """Count a failure; return for how long the key is left out from now on, or None if it is left out already."""
+        """Count a failure; return for how many seconds the key is left out now, or None if it was left out already."""
         self._records = {
             other: (failures, until)
             for other, (failures, until) in self._records.items()
@@ -88,10 +88,10 @@ class LeftOut(Generic[K]):
 class Patience(Generic[K]):
     """How long to wait for each key, which usually stands for a peer, and which late keys to leave out.
 
-    The limit of a key depends on the times that it took before. A key that exceeds its limit is *left out*: this peer
-    does not wait for it for ``left_out_s``. Each further time it is left out twice as long, at most for ``longest_s``.
-    Its contributions still count if they are in time, and one that counts ends the exclusion. ``now`` is monotonic
-    seconds.
+    The limit of a key depends on the times that the key took before. A key that exceeds its limit is *left out*: for
+    ``left_out_s``, this peer does not wait for it. Each further time the key is left out twice as long, at most for
+    ``longest_s``. Its contributions still count if they are in time, and a contribution that counts ends the exclusion.
+    ``now`` is monotonic seconds.
 
     Args:
         left_out_s: seconds for which a key is left out the first time.

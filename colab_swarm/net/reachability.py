@@ -276,7 +276,7 @@ class ReachabilityWatch:
         self._update()
 
     async def verify_anew(self) -> None:
-        """Forget the reports of peers that have left, and verify: this machine may have been busy at that time."""
+        """Forget the reports of peers that have left, and verify again: this machine may have been too busy."""
         linked = self._node.linked()
         self._policy.reports = {peer: told for peer, told in self._policy.reports.items() if peer in linked}
         await self.verify()

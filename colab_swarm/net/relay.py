@@ -3,8 +3,8 @@
 1. A peer that cannot be dialled keeps a link to the relay and reserves a place there: it sends `Reserve`
    every half minute.
 2. A caller sends `OpenCircuit` to the relay, which sends a ticket to each end: `CircuitTicket` to
-   the caller, `CircuitOffer` to the called peer. A peer that can be dialled needs no place. The
-   relay dials it for callers that cannot, for example because their firewall only allows the https port.
+   the caller, `CircuitOffer` to the called peer. A peer that can be dialled needs no place: the relay dials it for
+   callers that cannot dial it themselves, for example because their firewall only allows the https port.
 3. Both ends connect to the relay's ordinary port and show their ticket as the first message. Then the
    relay sends `_GO` to the caller. From then on it copies messages without reading them.
 
@@ -99,7 +99,7 @@ class Inside(Message, frozen=True):
 
 
 def is_inside(address: str) -> bool:
-    """Return True for an IP address of a home or office network; of a stranger's addresses, only these are dialled."""
+    """Return True for an IP address of a home or office network. Only these addresses of an `Inside` are dialled."""
     host = host_of(address)
     return is_address(address) and address.startswith("ws:") and is_local(host) and not is_loopback(host)
 
@@ -265,7 +265,7 @@ class Relay:
             caller.socket.send_bytes(_GO)
 
     def add(self, data: memoryview) -> None:
-        """Add a message to the batch of this read; without a mask it takes no more room than when it was received."""
+        """Add a message to the batch of this read. It fits, because without a mask it is not larger than before."""
         self._batched_bytes += write_message(data, self._batch[self._batched_bytes :])
 
     def flush(self, socket: WebSocket) -> None:
@@ -352,7 +352,7 @@ class _Pump:
 def choose(
     rtts_s: dict[PeerId, float], reserved: Container[PeerId], places: int = _WANTED_PLACES
 ) -> list[PeerId]:
-    """Return the relays with the shortest round trips; those where this peer has a place get a bonus."""
+    """Return the relays with the shortest round trips; a relay where this peer has a place gets a bonus."""
 
     def distance(relay: PeerId) -> tuple[float, PeerId]:
         bonus = _HELD_BONUS if relay in reserved else 1.0
@@ -415,7 +415,7 @@ class Circuits:
         return websocket
 
     def _entries(self, relay: PeerId) -> list[str]:
-        """Return the addresses at which the relay can be dialled; that of the present link to it comes first."""
+        """Return the addresses at which the relay can be dialled; the address of the present link comes first."""
         addresses = list(self._node.contact_of(relay).addresses)
         path = self._node.path_to(relay)
         if path is not None and path.address:
@@ -443,7 +443,7 @@ class Circuits:
         await self.leave_relay(link.peer)
 
     async def leave_relay(self, peer: PeerId) -> None:
-        """Dial a peer directly whose link goes through a relay, if it can be dialled or is behind the same router."""
+        """Replace a relayed link by a direct one, if the peer can be dialled or is behind the same router."""
         if peer in self._leaving or not self._is_relayed(peer):
             return
         self._leaving.add(peer)

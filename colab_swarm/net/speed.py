@@ -5,9 +5,10 @@
                              <--------  `TransferReport` after each: upload
                              <------->  the same the other way: download
 
-The first burst has `_FIRST_BYTES`, and each further burst is four times as large. The last burst is the first one that
-takes at least `_ENOUGH_S` or has the agreed size, which both ends know from the report; it gives the rate. So the test
-of a slow link takes a second or two, and a fast link carries at most 4/3 of the agreed size.
+The first burst has `_FIRST_BYTES`, and each further burst is four times as large, up to the agreed size. A burst that
+takes at least `_ENOUGH_S` or has the agreed size is the last one, and gives the rate; both ends know this from its
+report. So the test of a slow link takes a second or two. A fast link carries 4/3 of the agreed size in each direction
+if the size is 4 MiB, the default, and always less than 7/3 of it.
 """
 
 import asyncio

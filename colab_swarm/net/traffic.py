@@ -42,7 +42,7 @@ class TokenBucket:
 
 
 class RateMeter:
-    """Counts bytes and remembers the rates of the last busy times, of which the best one counts.
+    """Counts bytes and remembers the rates of the last busy times; `peak_bps` is the highest of them.
 
     Handshakes and DHT records are too small to measure a line. If a line is never busy enough, its bandwidth is
     measured in rounds (`LinkBandwidth` in `training`).

@@ -108,7 +108,7 @@ class TunnelSettings:
 
     Attributes:
         auth_token: the user's ngrok token.
-        agent: path of the program; None for pyngrok's copy, or for the program on the PATH.
+        agent: path of the program; None for pyngrok's copy of ngrok, or for the cloudflared on the PATH.
         quota_bytes: monthly data volume of the ngrok plan; None for no limit.
     """
 
@@ -148,7 +148,7 @@ def explain(text: str) -> str:
 
 
 async def probe(address: str) -> str | None:
-    """Request a page from the public address; return None if the tunnel reaches a server, else what is wrong."""
+    """Request a page from the public address; return None if the tunnel reaches a server, else the fault."""
     url = "http" + address.removeprefix("ws")
     headers = {"ngrok-skip-browser-warning": "1"}
     timeout = aiohttp.ClientTimeout(PROBE_TIMEOUT_S)
@@ -223,9 +223,9 @@ class Tunnel:
     """One tunnel to a ``port`` on 127.0.0.1, from `open` until `close`; it is opened again whenever it is lost.
 
     ``on_change`` is called on the event loop with each later address, or with None when the tunnel is lost. A `Notice`
-    of each change is emitted to ``events``, and one when the plan's data volume is nearly used up. ``sent_bytes``
-    returns the bytes sent through tunnels so far; the quota counts from the opening. ``address`` is ``wss://HOST``, or
-    None while the tunnel is lost.
+    of each change is emitted to ``events``; with ngrok, also when 50, 80 and 95 % of the plan's data volume are used.
+    ``sent_bytes`` returns the bytes sent through tunnels so far; the quota counts from the opening. ``address`` is
+    ``wss://HOST``, or None while the tunnel is lost.
     """
 
     def __init__(
@@ -301,7 +301,7 @@ class Tunnel:
         return address, f"cloudflared: {fault}; {advice} later: quick tunnels come without a guarantee"
 
     async def _run_ngrok(self) -> tuple[str, str]:
-        """Start ngrok; return its public address, or "" and why it was stopped."""
+        """Start ngrok; return its public address and "", or "" and the reason why it was stopped."""
         program, version = await _install_ngrok(self._settings)
         auth_token = str(self._settings.auth_token)
         config: dict[str, Any] = {"version": version}
@@ -320,7 +320,7 @@ class Tunnel:
         return address, explain(fault.replace(auth_token, "(hidden)"))
 
     async def _run(self, *command: str) -> tuple[str, str]:
-        """Start a program; return its public address, or "" and why it was stopped."""
+        """Start a program; return its public address, or "" and the reason why it was stopped."""
         start = asyncio.create_subprocess_exec(
             *(sys.executable, "-I", "-S", "-c", _GUARDIAN, *command),
             stdin=subprocess.PIPE,

@@ -15,7 +15,7 @@ _CONNECT_S = 1.0
 class ConnectionRoom:
     """Limits a server to about ``most`` connections.
 
-    When there are more, the IP network that has the most connections loses one: its oldest idle connection, or its
+    If there are more, the IP network that has the most connections loses one: its oldest idle connection, or its
     oldest connection if none is idle.
 
     Args:
@@ -34,7 +34,7 @@ class ConnectionRoom:
 
     @property
     def open(self) -> list[Any]:
-        """The connections that count, the oldest first."""
+        """The connections that have a transport, the oldest first."""
         return [connection for connection in self._began if connection.transport is not None]
 
     def enter(self, connection: Any) -> None:

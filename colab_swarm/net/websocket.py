@@ -122,11 +122,11 @@ def write_message(data: memoryview, out: memoryview) -> int:
 
 
 class WebSocket(asyncio.BufferedProtocol):
-    """A connection that was taken over from aiohttp, whose protocol still gets ``connection_lost``.
+    """A connection that was taken over from aiohttp; aiohttp's protocol still gets ``connection_lost``.
 
     ``scratch`` is memory of `SCRATCH_BYTES` to receive into, shared by all connections of the loop.
-    ``client`` is True at the end that dialled, which must mask its frames. ``after_read`` is called when the receiver
-    has received all messages of a read.
+    ``client`` is True at the end that dialled; this end must mask its frames. ``after_read`` is called when the
+    receiver has received all messages of a read.
     """
 
     def __init__(

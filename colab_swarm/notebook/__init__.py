@@ -56,7 +56,7 @@ and all pages at the end. Characters that the terminal cannot show are replaced.
   The panel shows the remaining time. Some minutes before the end the peer hands over its gradients and leaves.
 - **Resume.** `cs.join(…, state_dir="folder")` saves this peer's identity, membership and checkpoints in a folder. In a
   later session, `cs.join(state_dir="folder")` is the same peer (`colab_swarm.swarm.saved`). The folder is secret.
-  It outlives the session only in a place that the platform keeps: Drive, `/kaggle/working`.
+  It outlives the session only in a place that the platform keeps: Google Drive, `/kaggle/working`.
 - **Pause.** `with swarm.paused():` frees the accelerator for you; the other peers do not wait for this peer.
 - **Record.** `swarm.record("run.jsonl")` writes each event as a line of JSON (`colab_swarm.notebook.recorder`).
 - **Try.** `swarm.try_model()` fills masks with the newest weights and with the initial ones
@@ -64,7 +64,7 @@ and all pages at the end. Characters that the terminal cannot show are replaced.
 
 ## Colab and Kaggle
 
-PyTorch and transformers are preinstalled and are not changed; the other packages install in seconds.
+PyTorch and transformers are preinstalled there and are not changed; the other packages install in seconds.
 
 **Read the terms first.** The FAQ of Colab is reported to forbid *running distributed computing
 workers* on runtimes without paid compute units, and *peer-to-peer file-sharing* and *connecting to
@@ -88,7 +88,7 @@ empties and does not store. In a shell, the second consent is `--accept-tunnels`
 box.
 
 Tokens of ngrok and Hugging Face come from the platform's secrets, or are typed, and are never shown. The organizer
-of a run with an allowlist sees the Hugging Face tokens of those who join, so create a token that may only read. The
+of a run with an allowlist sees the Hugging Face token of each user who joins, so create a token that may only read. The
 form asks before it sends a token; in a script, you agree by `send_hf_token=True`.
 
 ## Failures

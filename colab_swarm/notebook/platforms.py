@@ -204,7 +204,7 @@ class SessionClock:
 
 
 async def wait_for_end(clock: SessionClock, events: EventLog) -> None:
-    """Wait until it is time to leave; emit a `Notice` some minutes before, and another one then."""
+    """Wait until it is time to leave; emit a `Notice` some minutes before, and another one at that time."""
     loop = asyncio.get_running_loop()
     for warn_at in (clock.leaves_at - _WARN_BEFORE_S, clock.leaves_at):
         await asyncio.sleep(warn_at - loop.time())

@@ -150,7 +150,7 @@ class Recorder(AbstractContextManager["Recorder"]):
 
 
 class Replay:
-    """A recording to look at; see `replay`."""
+    """A recording that `replay` has read: its events, rounds and losses, drawn for a notebook."""
 
     def __init__(self, path: Path) -> None:
         self.headers: list[Header] = []
@@ -235,7 +235,8 @@ class Replay:
 def replay(path: str | Path) -> Replay:
     """Read a run that ``swarm.record(path)`` recorded; this needs no swarm.
 
-    The result has lists ``events``, ``rounds`` and ``losses``, the last as (step, loss). Lines that a kill left
-    incomplete are left out, and its ``note`` says so. Raises ValueError if the file is not a recording.
+    The result has the lists ``events``, ``rounds`` and ``losses``; an item of ``losses`` is (step, loss). Incomplete
+    lines and lines of a newer version are left out; then the result's ``note`` says so. Raises ValueError if the file
+    is not a recording.
     """
     return Replay(Path(path))

@@ -23,7 +23,7 @@ _MAX_REPLIES = 20
 
 
 class ModelProbe:
-    """Holds the model for `Swarm.try_model`, which is ``known`` unless another is passed, and its first weights."""
+    """Holds the first weights and the model for `Swarm.try_model`: ``known``, unless the user passes another model."""
 
     def __init__(self) -> None:
         self.known: tuple[nn.Module, Any, Sequence[str]] | None = None  # model, tokenizer, questions

@@ -1,4 +1,4 @@
-"""Draw the panels of work units: that of a coordinator, and that of a volunteer. Pure functions."""
+"""Draw the panels of work units, for a coordinator and for a volunteer. Pure functions."""
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING

@@ -42,7 +42,7 @@ class PreActivation(nn.Module):
 
 
 def resnet(shape: tuple[int, int, int], classes: int) -> nn.Module:
-    """Return a ResNetV2 of 8 layers for small images; that of the paper has 552 layers."""
+    """Return a ResNetV2 of 8 layers for small images; the paper's network has 552 layers."""
     widths = [WIDTH, WIDTH, 2 * WIDTH, 4 * WIDTH]
     stem = nn.Conv2d(shape[0], WIDTH, 3, padding=1, bias=False)
     blocks = [PreActivation(*pair) for pair in pairwise(widths)]

@@ -139,7 +139,7 @@ def label_names(splits: Any, task: DownstreamTask) -> list[str]:
 def encode(
     row: Mapping[str, Any], tokenizer: "PreTrainedTokenizerFast", task: DownstreamTask, max_length: int
 ) -> dict[str, Any]:
-    """Return a row as inputs of a model. The first token of a word has the word's tag; the others are `IGNORED`."""
+    """Return a row as inputs of a model. A word's first token has the word's tag; its other tokens are `IGNORED`."""
     inputs = row[task.inputs]
     label = row[task.labels]
     by_word = isinstance(inputs, list)
@@ -196,8 +196,8 @@ def evaluate(
     Args:
         model: a folder with model and tokenizer, or a name on the Hub.
         task: ``"ner"``, named entities by entity F1; or ``"ncc"``, news categories by accuracy.
-        data: a data set on the Hub (``name:configuration``) or a folder of that layout; empty: the paper's.
-        settings: of the fine-tuning; None: the paper's.
+        data: a data set on the Hub (``name:configuration``) or a folder of the same layout; empty: the paper's data.
+        settings: settings of the fine-tuning; None: the paper's settings.
         folder: where the fine-tuned model and its tokenizer are saved, in a folder with the task's name.
 
     Raises:

@@ -97,7 +97,7 @@ ASPECT = (3 / 4, 4 / 3)
 
 @dataclass(frozen=True)
 class Crops:
-    """One kind of view: ``count`` per image, ``size_px`` wide; a view covers a random fraction, in ``area``, of it."""
+    """One kind of view: ``count`` per image, ``size_px`` wide; it covers a part, random in ``area``, of the image."""
 
     count: int
     size_px: int

@@ -93,7 +93,7 @@ def fit_memory(
 ) -> tuple[int, bool]:
     """Return the largest micro-batch, a power of two, and whether to recompute layers for it.
 
-    Layers are recomputed, to save memory, if without this fewer than `ENOUGH` samples fit.
+    If fewer than `ENOUGH` samples fit otherwise, the layers are recomputed, which saves memory.
     """
     length = sequence_length or size.sequence_length
     room = USABLE * memory_bytes - RESERVED_BYTES - 6 * VALUE_BYTES * parameter_count(size)

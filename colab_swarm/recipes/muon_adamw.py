@@ -13,7 +13,7 @@ from colab_swarm.errors import require
 
 
 class MuonAdamW(Optimizer):
-    """`torch.optim.Muon` and `AdamW` as one optimizer. The entry ``muon`` of a parameter group says which one steps it.
+    """`torch.optim.Muon` and `AdamW` as one optimizer. A parameter group's entry ``muon`` says which one steps it.
 
     Muon makes the update of a matrix orthogonal. Then the pseudo-gradients, which are the changes by local steps, keep
     more of their direction when they are compressed to a few bits.
@@ -68,7 +68,7 @@ class MuonAdamW(Optimizer):
 def muon(model: torch.nn.Module, *, lr: float = 2e-3, weight_decay: float = 0.1) -> MuonAdamW:
     """Return an optimizer: Muon for hidden matrices, AdamW for embeddings, the last matrix, norms and biases.
 
-    Use it with ``local_steps``. If peers average gradients in each step instead, AdamW's gradients are averaged just as
-    exactly. Raises ValueError if the model has no hidden matrix.
+    Use it with ``local_steps``. Without local steps, peers average gradients, which compression distorts just as much
+    with AdamW. Raises ValueError if the model has no hidden matrix.
     """
     return MuonAdamW(model, lr=lr, weight_decay=weight_decay)

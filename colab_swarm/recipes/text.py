@@ -46,7 +46,7 @@ def open_text(text: TextSource) -> list[Shard]:
     - an iterable of strings, which is read again for each pass;
     - a folder or hub name for `datasets.load_dataset` (``name:configuration``), whose ``train`` split is streamed.
 
-    Of a row, the column ``text`` is used, or else the first column of strings. Raises `ValueError` if there is no text.
+    A document is a row's column ``text``, or else the first column of strings. Raises `ValueError` if there is no text.
     """
     if isinstance(text, str | Path):
         shards = _open_named(str(text))

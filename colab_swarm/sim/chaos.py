@@ -23,7 +23,7 @@ STARTS_S = 10.0  # minimum time from the start of a peer to its next random faul
 
 
 def read_script(text: str, peers: Sequence[str]) -> list[ScriptedFault]:
-    """Return the faults of a script, in the order of time; raises a ValueError that quotes a line that is wrong."""
+    """Return the faults of a script, in the order of time; raises a ValueError that quotes the first wrong line."""
     faults = []
     for line in text.splitlines():
         match line.partition("#")[0].split():
@@ -44,7 +44,8 @@ def random_faults(
 ) -> list[ScriptedFault]:
     """Return random faults that all end by ``until_s``; on average one begins every ``mean_s`` seconds.
 
-    At any time, at least one peer has no fault. Raises ValueError for an unknown kind, or if ``mean_s`` is 0 or less.
+    At any time, at least one peer has no fault; while the others all have one, no further fault begins. Raises
+    ValueError for an unknown kind, or if ``mean_s`` is 0 or less.
     """
     known = set(kinds) <= LASTS_S.keys()
     require(known and mean_s > 0, f"kinds={','.join(kinds)}: choose of {', '.join(LASTS_S)}")

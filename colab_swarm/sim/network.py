@@ -1,6 +1,6 @@
 """A network in memory, on virtual time: the same seed gives the same trace.
 
-The simulated peers are real `Node` objects: calls, streams, credit and roles are those of `colab_swarm.net`. Only their
+The simulated peers are real `Node` objects, with the calls, streams, credit and roles of `colab_swarm.net`. Only their
 connections are simulated, without a handshake and encryption. A packet leaves through the sender's upload pipe, first
 in, first out. It travels for the latency of the pair, and enters through the receiver's download pipe. Its first bit
 may enter before its last bit leaves. A lost packet is sent again, which takes time. During a partition, packets wait
@@ -335,7 +335,7 @@ class Script:
         self._schedule("partition", *groups)
 
     def heal(self) -> None:
-        """End the partition and all cuts."""
+        """End the partition. A cut or a freeze still lasts for its ``seconds``."""
         self._schedule("heal")
 
     def cut(self, peer: str, seconds: float) -> None:

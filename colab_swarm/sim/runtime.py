@@ -4,8 +4,8 @@ The clock of a `VirtualTimeLoop` jumps to the next timer as soon as no callback 
 callbacks are ready. So a simulated day takes only as long as its computations, and a run depends only on its seeds.
 
 In a `SimRuntime`, each simulated peer runs the user's training function in its own thread. Exactly one thread runs
-at any moment: that of the loop, or that of one peer. A peer's thread runs until its next blocking call, while virtual
-time stands still. So there are no races between threads.
+at any moment: the loop's thread, or the thread of one peer. A peer's thread runs until its next blocking call, while
+virtual time stands still. So there are no races between threads.
 """
 
 import asyncio
@@ -121,7 +121,7 @@ class SimRuntime:
         pass  # no thread waits on virtual time
 
     def _drive(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Run the loop in another thread until ``coroutine`` is done: a notebook's thread has a running loop."""
+        """Run the loop in another thread until ``coroutine`` is done: a notebook's own thread has a running loop."""
         task = self.loop.create_task(coroutine)
         task.add_done_callback(lambda _: self.loop.stop())
         done: Future[None] = Future()

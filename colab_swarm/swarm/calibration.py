@@ -156,7 +156,7 @@ def _turn(*works: Callable[[], object]) -> int:
 def advice(alone_s: float, turns: "Sequence[Turn]", settings: TrainingSettings) -> list[tuple[str, str, str]]:
     """Compare the turns of a loop with a turn without the swarm, which takes ``alone_s``.
 
-    Each result is a name, the facts, and what to change, which is empty if all is well.
+    Each result is a name, the facts, and the advice, which is empty if all is well.
     """
     due = Due.NOTHING if settings.communication.local_steps == 1 else Due.LOCAL_STEP
     usual = [turn for turn in turns if turn.due is due] or turns

@@ -29,7 +29,7 @@ class SwarmElastic:
 
         Waits until the group is complete. It has ``peers`` members, 2 to 16 including this one. All members start
         from the parameters of the first member. For ``options`` see `ElasticSettings`. Raises ValueError if an option
-        is not usable or differs from that of the other members, and StateError if the group did not form.
+        is not usable or differs from the other members' option, and StateError if the group did not form.
         """
         self._check(worker=True)
         prefix = f"{self._services.run_id}/elastic/{name}"

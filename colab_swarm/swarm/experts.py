@@ -127,9 +127,9 @@ class SwarmExperts:
     ) -> MixtureOfExperts:
         """Return a layer (..., dim) -> (..., dim) of the swarm's experts; see `MixtureOfExperts`.
 
-        ``prefix`` and ``grid`` are as given to `host`; ``k`` experts are called per sample. ``compression`` is that of
-        activations and gradients; ``timeout_s`` is the time limit of one call. ``settings`` are ``k_min``, ``grace_s``
-        and ``sequences`` of `MixtureOfExperts`. Raises ValueError if a setting is unusable.
+        ``prefix`` and ``grid`` are as given to `host`; ``k`` experts are called per sample. ``compression`` is the
+        codec of activations and gradients; ``timeout_s`` limits the time of one call. ``settings`` are ``k_min``,
+        ``grace_s`` and ``sequences`` of `MixtureOfExperts`. Raises ValueError if a setting is unusable.
         """
         return MixtureOfExperts(
             self._calls(compression, timeout_s), _grid(prefix, grid), dim, k=k, **settings

@@ -394,7 +394,7 @@ def internet() -> bool:
 
 
 async def enter(node: Node, entries: Sequence[Contact]) -> None:
-    """Link to the first entry that answers; raise `JoinError` if none does. Dials `DIALS` at a time, in their order."""
+    """Link to the first entry that answers; raise `JoinError` if none does. Dials `DIALS` at a time, in order."""
     free = asyncio.Semaphore(DIALS)
     reasons = []
 

@@ -1,7 +1,7 @@
 """Collect, from a peer's services, the data that its panels show.
 
 A snapshot is taken on the user's thread up to four times a second. So it only reads memory, and makes no network
-call and reads no file. What takes longer is read in the background and appears a moment later.
+call and reads no file. Slow values are read in the background and appear a moment later.
 """
 
 import logging
@@ -282,7 +282,7 @@ class Overview:
         return matches[0]
 
     def _records(self, now: float) -> Records:
-        """Return the trainers and the assistants of the model trained here; if there is none, those last read."""
+        """Return the trainers and assistants of the model trained here; without such a model, the last ones read."""
         trained = self._trained()
         if trained is not None:
             view = trained.rounds.view
@@ -291,7 +291,7 @@ class Overview:
         return ({}, {}) if reading is None else reading[:2]
 
     def _contributions(self, now: float) -> tuple[ContributionRow, ...]:
-        """Return the rows of the leaderboard; until it is read, they have this peer's own counts of its rounds."""
+        """Return the leaderboard's rows; until it is read, the rows have only this peer's counts of its own rounds."""
         reading = None if self._leaderboard is None else self._leaderboard.look(now)
         rows = []
         for one in self.with_own_counts(reading or ())[:_MAX_CONTRIBUTIONS]:
@@ -303,7 +303,7 @@ class Overview:
     def with_own_counts(self, told: Iterable[Contribution]) -> tuple[Contribution, ...]:
         """Return the contributions that peers told, most samples first.
 
-        Each has at least the samples that this peer counted in the rounds in which it took part.
+        Each contribution has at least the samples that this peer counted for it in the rounds of this peer.
         """
         by_peer = {one.peer: one for one in told}
         for peer_hex, samples in dict(self._samples).items():

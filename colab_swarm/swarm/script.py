@@ -33,7 +33,7 @@ class Attendance:
         self.reasons: dict[str, str] = {}  # why a link ended, by hex id
 
     def look(self, there: Mapping[PeerId, str]) -> list[str]:
-        """Return a line for each peer that joined, left or came back; ``there`` has the names of those that train."""
+        """Return a line for each peer that joined, left or came back; ``there`` names the peers that train."""
         lines = []
         for peer in sorted(there.keys() - self._there.keys()):
             self.reasons.pop(peer.hex(), None)

@@ -167,7 +167,7 @@ class Simulation(AbstractContextManager["Simulation"]):
             self.tell(f"{name}: {describe(event).partition(';')[0]}")
 
     def run(self, train: Callable[[Swarm], T], *, seconds: float | None = None) -> dict[str, T]:
-        """Run ``train(swarm)`` for every peer on virtual time; return what each returned, by peer's name.
+        """Run ``train(swarm)`` for every peer on virtual time; return each peer's result by the peer's name.
 
         ``train`` is ordinary blocking code, as in a notebook cell. The run stops after ``seconds`` of
         virtual time, or when all peers have finished.
@@ -381,7 +381,7 @@ class InteractiveRun:
             pass
 
     def wait(self) -> dict[str, object]:
-        """Update the view until the end, then return or raise what ``train`` did. An interrupt ends the waiting."""
+        """Update the view until the end, then return the results or raise the error. An interrupt ends the waiting."""
         self.pause(False)
         over = False
         while not over:

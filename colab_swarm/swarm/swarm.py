@@ -196,8 +196,8 @@ class Swarm(contextlib.AbstractContextManager["Swarm"]):
     def contributions(self) -> Leaderboard:
         """Return the contribution of each peer, most samples first.
 
-        The counts are this peer's own and those of the linked peers, which this call asks. The samples of a round in
-        which this peer took part are included immediately.
+        This call asks the linked peers for their counts, and sums these and this peer's own counts. The samples of a
+        round in which this peer took part are included immediately.
         """
         names = {**self._overview.names(), short(self.id): self.name}
         told: tuple[Contribution, ...] = ()
@@ -227,7 +227,7 @@ class Swarm(contextlib.AbstractContextManager["Swarm"]):
         Args:
             optimizer: a torch optimizer over the model's parameters; of the same kind at all peers.
             target_batch_size: samples of all peers together for one global step. With ``local_steps``, as in a bucket,
-                a global step is a whole round: then it is the samples of each peer's local step.
+                a global step is a whole round: then pass the samples of all peers together for one local step.
             model: the model that has these parameters. If it is given, peers match parameters by name, average the
                 model's statistics (BatchNorm's buffers) with the same weights as the gradients, and refuse a peer with
                 other frozen parameters. None: they do none of this.

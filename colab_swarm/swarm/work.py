@@ -20,7 +20,7 @@ _NO_COORDINATOR = (
 
 
 class SwarmWork:
-    """A peer's work units (VC-ASGD): hand out a job to peers and to all who have its link, or train units of a job.
+    """A peer's work units (VC-ASGD): hand out a job to peers and to holders of its link, or train units of a job.
 
     Methods raise RuntimeError after `Swarm.leave`, and PermissionError if the peer joined as a viewer or reducer.
     """
@@ -34,7 +34,7 @@ class SwarmWork:
         self._check = check
 
     def coordinate(self, job: Job | str | Path, **options: Unpack[CoordinatorOptions]) -> Coordinator:
-        """Hand out a job in work units to the peers of the run and to all who have the job's link.
+        """Hand out a job in work units to the peers of the run and to everyone who has the job's link.
 
         The link is announced in the run until the coordinator or the peer stops. ``job`` may also be a Python file
         that defines ``job``. Raises the errors of `colab_swarm.workunits.coordinate`.

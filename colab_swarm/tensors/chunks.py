@@ -3,10 +3,10 @@
 Format. The *blob* of a state is the bytes of a safetensors file (`tensors.statedict`). A `Manifest`
 contains the BLAKE3 hash of each chunk of the blob. The hash of the manifest is the *root*, which identifies the state.
 
-Fetching. For each donor, a worker takes chunks from a common queue. After each quick answer it requests twice as many.
-A chunk is accepted only if its hash and length are right. If a donor lies, stalls or vanishes, only the chunks
-in flight are lost, and the other donors send them. Once another worker finds the queue empty, a donor has `SILENCE_S`
-for the chunks in flight.
+Fetching. For each donor, a worker takes chunks from a common queue. After each quick answer the worker requests twice
+as many chunks, up to `REQUEST_CHUNKS`; after a slow answer it begins again with one. A chunk is accepted only if its
+hash and length are right. If a donor lies, stalls or vanishes, the other donors send its chunks in flight. Once a
+worker finds the queue empty, the other donors have `silence_s` for their chunks in flight.
 """
 
 import asyncio
@@ -142,7 +142,7 @@ class Snapshot:
 
 
 class FetchChunks(Message, frozen=True):
-    """Opens a stream of the chunks with these digests, in this order. Subclasses add which state is meant."""
+    """Opens a stream of the chunks with these digests, in this order. Subclasses add fields that name the state."""
 
     digests: Annotated[tuple[Digest, ...], msgspec.Meta(max_length=REQUEST_CHUNKS)]
 
@@ -154,7 +154,7 @@ class StateChunk(Message, frozen=True):
 async def send_chunks(
     request: FetchChunks, stream: Stream, read: Callable[[bytes], Awaitable[Buffer | None]]
 ) -> None:
-    """Send those requested chunks that ``await read(digest)`` returns, then end the stream."""
+    """Send the requested chunks, then end the stream; raises Refusal if ``await read(digest)`` returns None for one."""
     for digest in request.digests:
         chunk = await read(digest)
         if chunk is None:
@@ -201,7 +201,7 @@ class ChunkDownload:
     """Downloads all chunks of a manifest, or the first ``chunks``, from any number of donors.
 
     If all donors are lost, the download can continue later with others. ``request(digests)`` makes the message that
-    opens a stream of chunks. `run` fills ``blob``, and shows a progress bar with this ``title`` if it takes a while.
+    opens a stream of chunks. `run` fills ``blob``, and shows a progress bar with this ``title`` after `BAR_AFTER_S`.
     ``used`` are the donors that sent chunks.
     """
 
@@ -235,9 +235,9 @@ class ChunkDownload:
         self._queue = missing
 
     async def run(self, donors: Iterable[PeerId], timeout_s: float = CHUNK_TIMEOUT_S) -> None:
-        """Fetch the missing chunks; raises StateError if all donors are lost, after which it may be called again.
+        """Fetch the missing chunks; raises StateError if all donors are lost. Then you may call it again.
 
-        ``timeout_s`` is the time limit for one request, which may be for several chunks.
+        ``timeout_s`` is the time limit for one request, which may ask for several chunks.
         """
         left = [*donors]
         with progress_bar(self.blob.nbytes, self._title) as self._on_bytes:

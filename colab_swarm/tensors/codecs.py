@@ -10,7 +10,7 @@
     sparseloco  0.027            |x|; 1.5 sigma for the largest 1 in 64          the encoder refuses the vector
     topk:0.01   0.051            |x| unless it is among the largest 1 %          the encoder refuses the vector
 
-Use the codecs below int8 with error feedback (`ErrorFeedback`), which sends the values that were cut off later. All
+Use the codecs below int8 with error feedback (`ErrorFeedback`), which adds the lost part to the next vector. All
 numbers are little-endian. If the process has loaded torch, casts to 16 bits use torch, at ten times numpy's speed.
 """
 
@@ -62,7 +62,7 @@ class Codec(Protocol):
         """
 
     def encode(self, values: Floats) -> Buffer:
-        """Return a contiguous vector encoded, perhaps as a view.
+        """Return the encoded form of a contiguous vector, perhaps as a view.
 
         onebit, sparseloco and topk raise ValueError if a value is not finite.
         """
@@ -102,7 +102,7 @@ def codec_of(name: str) -> Codec:
 def mean_codec_for(codec: str) -> str:
     """Return the codec of the mean for contributions in ``codec``.
 
-    A reducer keeps no residual, so it must be a codec that needs no error feedback.
+    A reducer keeps no residual, so the mean needs a codec that works without error feedback.
     """
     if Precision(codec).widest.gamma(BLOCK_VALUES) <= _MAX_MEAN_GAMMA:
         return codec
@@ -267,7 +267,7 @@ class _Int8:
 
 
 class _OneBit:
-    """In each block of 4096 values, positive values become the mean of these, and all others the mean of the others.
+    """In each block of 4096 values, each value becomes the mean of the positive values, or of the other values.
 
     Layout: two float32 means per block, then one bit per value (Elastic Consistency, section 5.2).
     """
@@ -309,7 +309,7 @@ _PRECISIONS = (*CODECS, _ADAPTIVE)  # names for `Precision`, in addition to topk
 
 
 class ErrorFeedback:
-    """The residual of one peer: what compression cuts off one vector is sent with the next vector.
+    """The residual of one peer: the part that compression cuts off a vector, which is sent with the next vector.
 
     ``w = residual + g; send Q(w); residual <- w - Q(w)`` (Seide et al. 2014; Stich et al. 2018;
     Elastic Consistency, section 5.2). A vector may be sent in pieces, and sending may fail, so the
@@ -339,11 +339,11 @@ class ErrorFeedback:
         self._cut.fill(0.0)
 
     def cut_off(self, start: int, wanted: Floats, arrived: Floats) -> None:
-        """Record the loss of the piece at ``start``: ``wanted`` includes the residual, and decodes as ``arrived``."""
+        """Record the loss of the piece at ``start``: ``wanted`` includes the residual; others decode ``arrived``."""
         np.subtract(wanted, arrived, out=self._cut[start : start + len(wanted)])
 
     def encode(self, codec: Codec, start: int, values: Floats) -> tuple[Buffer, Floats]:
-        """Add the residual to the piece at ``start``; return the sum in encoded form, and as others decode it."""
+        """Add the residual to the piece at ``start``; return the encoded sum, and the values that others decode."""
         wanted = values + self.residual[start : start + len(values)]
         encoded = codec.encode(wanted)
         arrived = codec.decode(encoded, len(wanted))

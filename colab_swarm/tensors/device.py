@@ -210,7 +210,7 @@ class DeviceTimestamp:
         return self._event is None or self._event.query()
 
     def since(self, earlier: "DeviceTimestamp") -> float:
-        """Return the seconds between two moments that have passed."""
+        """Return the seconds from ``earlier`` to this moment; both must have passed."""
         if self._event is None:
             return self._at - earlier._at
         return float(earlier._event.elapsed_time(self._event)) / 1e3

@@ -2,13 +2,13 @@
 
 The layout is the same as in the NumPy codecs, and the same values are refused. Decoding gives the same bits, except for
 the payload of a NaN in float16. Encoding gives the same bits, too, except for means. The means of onebit differ by at
-most the last bit. Those of sparseloco differ by the rounding of a float32 sum, so a value halfway between two
+most the last bit. The means of sparseloco differ by the rounding of a float32 sum, so a value halfway between two
 codes may get either code.
 
 Only `Flag.read` waits for the device, once per call. The encoders of onebit, sparseloco and topk read whether their
 values are finite. The decoders of these and of int8 read whether the bytes are valid.
 
-Shape suffixes: B is the number of blocks, V that of values in a block, K that of values that are sent.
+Shape suffixes: B blocks, V values in a block, K values that are sent.
 """
 
 import torch
@@ -67,7 +67,7 @@ def _require_finite(values: torch.Tensor, codec: str) -> None:
 
 
 def _padded(values: torch.Tensor, multiple: int) -> torch.Tensor:
-    """Append zeros until the length is a multiple of ``multiple``; if it is already, return the tensor itself."""
+    """Append zeros until the length is a multiple of ``multiple``; return the tensor itself if it already is."""
     missing = -len(values) % multiple
     return torch.nn.functional.pad(values, (0, missing)) if missing else values
 

@@ -54,7 +54,7 @@ class Segments:
         return pieces
 
     def joined(self, start: int, stop: int) -> torch.Tensor:
-        """Return these values in one piece, on the device of the last one; a view if they are in one segment."""
+        """Return these values in one piece, on the device of the last value; a view if they are in one segment."""
         pieces = self.pieces(start, stop)
         if len(pieces) == 1:
             return pieces[0]
@@ -77,7 +77,7 @@ class Segments:
 
 
 class DeviceFeedback:
-    """The residual of one peer, like `ErrorFeedback`, but on the devices of a vector; it begins with ``before``'s."""
+    """The residual of one peer, like `ErrorFeedback`, but on a vector's devices; it begins as that of ``before``."""
 
     def __init__(self, vector: "DeviceVector", before: ErrorFeedback) -> None:
         values = vector.values
@@ -145,7 +145,7 @@ class DeviceVector:
         return self.front[:numel]
 
     def begin(self, feedback: DeviceFeedback, *, adds: bool) -> None:
-        """Start sending with this error feedback, on which `begin` was called; ``adds``: add its residual."""
+        """Start sending with this error feedback, after a call of its own `begin`; if ``adds``, add its residual."""
         if adds:
             self.values.add(feedback.residual)
         self.feedback = feedback

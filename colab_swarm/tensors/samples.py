@@ -106,7 +106,7 @@ def _tensors(part: Any) -> list[torch.Tensor]:
 
 @dataclass
 class SampleCounter:
-    """Counts the samples in the batches of one loader. If the user gave a ``batch_size``, a full batch counts as this.
+    """Counts the samples in the batches of one loader. If the user gave a ``batch_size``, a full batch counts so many.
 
     Args:
         loader: the loader of the batches, if it is known.

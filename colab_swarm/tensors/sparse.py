@@ -6,10 +6,11 @@ next bit. The remaining upper bits of the i-th index are a number h, which is st
 string of ``K + ((d - 1) >> l)`` bits.
 
 **sparse16** is a vector of float16 values without its zeros: the number of other values as uint32, their
-indices as above, and the values. A mean of sparseloco has only few different values. Then the values are stored as a
-list: the number of different values as uint16, these values, the most frequent first, and for each value its place in
-this list. The places are uint16, compressed by zstd: first all lower bytes, then all upper bytes. If the number
-is 0, the values follow without a list. The size depends on the values, so sparse16 is no codec for contributions.
+indices as above, and the values. A mean of sparseloco contributions has only few different values. Then the values are
+stored as a list: the number of different values as uint16, these values, the most frequent first, and for each value
+its place in this list. The places are uint16, compressed by zstd: first all lower bytes, then all upper bytes. If the
+number of different values is given as 0, the values follow without a list. The size depends on the values, so sparse16
+is no codec for contributions.
 """
 
 import math
@@ -92,9 +93,9 @@ class TopK:
 class SparseLoCo:
     """Sends the 64 largest of every 4096 consecutive values, in 14 bits each (arXiv 2508.15706).
 
-    2 bits are the value's code by `quantised`, which is applied to all values that are sent of a vector; 12 bits are
-    the value's place in the block. Of a last, shorter block of b values, b / 64 are sent, rounded down to an even
-    number, but at least 2.
+    2 bits are the value's code by `quantised`, which codes all sent values of a vector together; 12 bits are the
+    value's place in the block. Of a last, shorter block of b values, b / 64 are sent, rounded down to an even number,
+    but at least 2, or 1 if b is 1.
     Layout: the 4 means as float32, the codes, then the places, two in three bytes. In the paper, a block is a part of
     64 x 64 values of a matrix. Here its values are consecutive, because a reducer does not know the shapes.
     """

@@ -11,7 +11,7 @@ from colab_swarm.tensors.vectors import root_mean_square
 
 
 def require_credible(rms: float, most_rms: float) -> None:
-    """Raise ValueError unless a mean's root mean square is below the limit; it never is if a value is NaN."""
+    """Raise ValueError unless a mean's root mean square is below the limit; with a NaN, always raise it."""
     require(rms < most_rms, f"a mean is not finite, or far too large: {rms:.3g}")
 
 
@@ -41,8 +41,8 @@ class Vector(Protocol):
     ) -> None:
         """Replace these values by an encoded mean.
 
-        Raises ValueError, with nothing changed, if the codec refuses the mean, or if the root mean square of its values
-        is not below ``most_rms``, which also happens if one is NaN.
+        Raises ValueError, with nothing changed, if the codec refuses the mean, if one of its values is NaN, or if the
+        root mean square of its values is not below ``most_rms``.
         """
 
 
@@ -69,7 +69,7 @@ class HostVector:
         return self.values[:numel]
 
     def begin(self, feedback: ErrorFeedback, *, adds: bool) -> None:
-        """Start sending with this error feedback, on which `begin` was called; ``adds``: add its residual."""
+        """Start sending with this error feedback, after a call of its own `begin`; if ``adds``, add its residual."""
         if adds:
             self.values += feedback.residual
         self.feedback = feedback

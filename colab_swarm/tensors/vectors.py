@@ -67,7 +67,7 @@ _SHIFTS = np.arange(0, 8, CODE_BITS, dtype=np.uint8)[:, None]
 
 
 def pack_codes(codes: Codes) -> bytes:
-    """Pack codes of 2 bits, four per byte: first the lowest codes of all bytes, then the second ones, and so on."""
+    """Pack codes of 2 bits, four per byte. The first quarter of them fills the lowest bits of all bytes, and so on."""
     planes = np.zeros((CODES_PER_BYTE, -(-len(codes) // CODES_PER_BYTE)), np.uint8)
     planes.ravel()[: len(codes)] = codes
     return bytes(np.bitwise_or.reduce(planes << _SHIFTS, axis=0))
@@ -81,10 +81,10 @@ def unpack_codes(packed: Codes, count: int) -> Codes:
 def quantised(values: npt.NDArray[np.floating[Any]]) -> tuple[Codes, Floats]:
     """Return a code for each of the finite ``values``, and the means that the codes stand for.
 
-    Code b stands for the values that are nearest to ``(b - 2) sigma RANGE / BINS`` from their mean. The lowest and the
-    highest code also stand for all values beyond. A code decodes as the mean of its values, so the sum is kept
-    (SparseLoCo, arXiv 2508.15706). The paper divides by n - 1 in sigma. Here it is n, so that the two values of a
-    vector of length 2 never share a code.
+    Subtract the mean of all n values, and let sigma be their standard deviation. Code b stands for the differences that
+    are nearest to ``(b - 2) sigma RANGE / BINS``. The lowest and the highest code also stand for all values beyond. A
+    code decodes as the mean of its values, so the sum is kept (SparseLoCo, arXiv 2508.15706). For sigma, the paper
+    divides by n - 1. This function divides by n, so that the two values of a vector of length 2 never share a code.
     """
     with np.errstate(over="ignore", invalid="ignore"):
         shift = values.mean()
