@@ -9,7 +9,7 @@
 | `loss_per_byte` | DiLoCo, SparseLoCo and MuLoCo: loss by the bytes that a peer sends |
 | `chaos` | not from a paper: training under faults, for tutorial 11 |
 
-Each has functions ``run…(quick=…)`` that return a `Report` of figures, and ``plot…(report, path)`` that draw it:
+Each except `chaos` has functions ``run…(quick=…)`` that return a `Report` of figures, and ``plot…`` that draw it:
 
     from colab_swarm.experiments import claims, dedloc
 

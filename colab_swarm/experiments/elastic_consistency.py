@@ -85,9 +85,9 @@ class Member:
 class Emulation:
     """Runs a scene as a queue of events; the same scene and gradients give the same result.
 
-    With plain SGD, ``distances`` are the exact ``||x_t - v_t^i|| / alpha`` by peer i and step t, with the global
-    parameter x_t, the peer's view v_t^i and the learning rate alpha. ``moments`` measures the gradients of all peers.
-    ``ratios`` are the measured distance divided by its bound, after each step.
+    Let x_t be the global parameter at step t, v_t^i the view of peer i, and alpha the learning rate. With plain SGD,
+    ``distances`` are the exact ``||x_t - v_t^i|| / alpha`` by peer and step. ``moments`` measures the gradients of all
+    peers. ``ratios`` are, for each step, the measured distance divided by its bound.
     """
 
     def __init__(self, scene: Scene, start: Floats, gradient: Gradient) -> None:

@@ -2,7 +2,7 @@
 
 A small GPT over bytes learns the sources of Python's standard library, at simulated peers that run the real
 averaging. *loss* is the loss of the swarm's parameters in nats per byte, on text on which no peer has trained.
-*bytes* are the bytes that a peer sent, without those of the protocol. The ways are:
+*bytes* are the bytes that a peer sent, without the protocol's own bytes. The ways are:
 
 - synchronous gradients of 32, 16 and 8 bits;
 - DiLoCo (arXiv 2311.08105), with a round every `LOCAL_STEPS` steps, in float32, and in int8 with error feedback;
@@ -16,8 +16,8 @@ gradients are noise, a step of all peers computes for `STEP_S`, and the connecti
 model, its number of values and `STEP_S` are divided by the same factor. *lora* is one round of LoRA, rank 8 on q and v
 of the shapes in `LORA`.
 
-*adapted* is the loss of a model that one process has trained on the sources, after peers have trained adapters (LoRA,
-rank 8 on q, k and v) of it on another text, Python's help pages in English.
+*adapted*: one process trains a model on the sources. Then peers train adapters of this model (LoRA, rank 8 on q, k and
+v) on another text, Python's help pages in English. The figure is the loss on that text.
 """
 
 import math

@@ -27,7 +27,7 @@ class NodeSettings:
         host, port: where to listen. An empty host means every interface, IPv4 and IPv6; port 0 takes a free port.
         listen: whether to accept links. A node that does not listen (client mode) only dials; others call it over the
             links that it has opened.
-        announce: addresses that others can dial, like ``ws://203.0.113.7:4500``; None uses those of the interfaces.
+        announce: addresses that others can dial, like ``ws://203.0.113.7:4500``; None: the interfaces' addresses.
         iroh: how others reach this peer by iroh: at its IP addresses (``direct``), through the free relays of
             iroh's makers (``public``), or through the iroh relay at this https address. None: iroh is only used to
             dial others.

@@ -3,7 +3,7 @@
 An offset of zero, for this peer itself, is included in the median. So two peers whose clocks differ meet in the middle,
 and a single liar among honest peers has no effect. The clock is never corrected by more than `_MAX_OFFSET_S`, because
 otherwise a late joiner's only peer could make expired records valid again. If this machine's clock agreed with the
-others, and is then set forward or back by more than `_MAX_OFFSET_S`, swarm time continues as if it had not been set.
+others, and is then set more than `_MAX_OFFSET_S` forward or back, swarm time continues as if the clock were not set.
 """
 
 from collections.abc import Hashable

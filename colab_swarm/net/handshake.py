@@ -7,7 +7,7 @@
 The prologue contains the protocol's version and the run's name, so peers of another run or version
 cannot link. The digest lets the responder report this in words; without it, decryption would
 fail without a reason. A Hello contains the peer's Ed25519 key, and a signature by this key over the peer's Noise key
-and the handshake's hash, which includes the other end's ephemeral key. `Introduction` is this exchange, free
+and the handshake's hash. This hash includes the other end's ephemeral key. `Introduction` is this exchange, free
 of I/O; `HandshakeReceiver` runs it over a connection.
 """
 
@@ -111,8 +111,10 @@ class Introduction:
     def on_message(self, message: bytes, *, wall_time: float) -> bytes | None:
         """Take the other end's next message; return the answer to send, or None.
 
-        Raises `ProtocolError` if the run or the version differs or the message cannot be read, `WrongPeer` if another
-        peer is at the other end, and `NotAdmitted` if that peer may not enter the run.
+        Raises:
+            ProtocolError: the run or the version differs, or the message cannot be read.
+            WrongPeer: another peer than expected, or this peer itself, is at the other end.
+            NotAdmitted: the other peer may not enter the run.
         """
         # The other end signed the hash that was valid before this message.
         signed_hash = self._noise.hash

@@ -171,7 +171,9 @@ class Revocations(Signed, frozen=True):
 
 @dataclass(eq=False)
 class MembershipAdmission:
-    """Admits members. The authority, and no other peer, also admits others as guests for a minute, unless revoked.
+    """Admits members. Only the authority also admits peers without a valid membership, as guests for a minute.
+
+    A peer whose id or whose invitation's key was revoked is never admitted.
 
     Attributes:
         authority, own: the public keys of the authority and of this peer.
@@ -225,7 +227,7 @@ class MembershipAdmission:
         return sound
 
     def require_met(self, membership: Membership, *, now: float) -> None:
-        """Raise `NotAdmitted` if an invitation that has ended signed this, unless the member was met before."""
+        """Raise `NotAdmitted` if an ended invitation signed the membership, unless this peer met the member before."""
         if membership.grant is None:
             return
         late_s = now - membership.grant.join_until

@@ -4,8 +4,8 @@
 guardian process starts each agent, and kills it when this process dies, because a killed kernel runs
 no exit hooks. The guardian has its own session, so it survives signals to the notebook's process group.
 
-pyngrok is only used to download the ngrok agent. The agent's configuration is in a temporary directory until the
-agent runs, because it contains the token, which any user of the machine could read on a command line.
+pyngrok is only used to download the ngrok agent. The agent's configuration contains the token. It is in a temporary
+directory until the agent runs, because any user of the machine could read a token on a command line.
 """
 
 import asyncio

@@ -168,7 +168,7 @@ def ways_out() -> str:
 
 @dataclass(frozen=True)
 class SessionClock:
-    """The time limit of a platform's session. Times are those of the runtime's loop, in seconds."""
+    """The time limit of a platform's session. Times are loop times of the runtime, in seconds."""
 
     platform: str  # for people
     began_at: float  # start of the session
@@ -204,7 +204,7 @@ class SessionClock:
 
 
 async def wait_for_end(clock: SessionClock, events: EventLog) -> None:
-    """Wait until it is time to leave; emit a `Notice` some minutes before, and another one at that time."""
+    """Wait until it is time to leave; emit a `Notice` some minutes before it, and another one then."""
     loop = asyncio.get_running_loop()
     for warn_at in (clock.leaves_at - _WARN_BEFORE_S, clock.leaves_at):
         await asyncio.sleep(warn_at - loop.time())

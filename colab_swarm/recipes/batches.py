@@ -184,7 +184,7 @@ def _joined(shard: Shard) -> Iterator[str]:
 class TextMix:
     """The documents of one text, or of a mix of sources with weights, such as ``{"wiki": 0.23}``; see `open_text`.
 
-    The short rows of one text are joined, and its errors are raised immediately. The sources of a mix come from
+    The short rows of one text are joined, and its errors are raised immediately. The sources of a mix may be on
     the network: each row is a document, and shards that cannot be read are skipped; see `ShardReader`.
     """
 

@@ -1,7 +1,7 @@
 """Score a pretrained model on downstream tasks: named entities and news categories, as in DeDLOC's Table 2.
 
 A model is fine-tuned on the train split of a data set. The loss on the validation split chooses the epoch, and
-the test split gives the score. Settings are those of DeDLOC's published scripts.
+the test split gives the score. The settings are from DeDLOC's published scripts.
 """
 
 from collections.abc import Iterable, Mapping, Sequence

@@ -373,7 +373,7 @@ class SimNetwork:
     Attributes:
         loss: fraction of packets that need a retransmission.
         latency_factor, width: factors on the profile's latency and on its bandwidths.
-        fired, coming: scripted faults that have happened, and those that `at` has scheduled.
+        fired, coming: scripted faults that have happened, and scripted faults that `at` has scheduled.
         traps: faults that wait for a message: a function that recognizes the message, and the fault.
         by_name, by_id, by_address: the peers, whether they are up or not.
         on_fault: function that is called when a fault happens.

@@ -72,7 +72,7 @@ class BatchReader:
             shows.on_end(max_steps)
 
     def _rest_of(self, stream: "Stateful") -> Iterator[Any]:
-        """Yield the batches that follow those of an earlier session of this peer."""
+        """Yield the batches that follow the batches of an earlier session of this peer."""
         if self._number in self._checkpoint.states:
             try:
                 stream.load_state_dict(self._checkpoint.states[self._number])

@@ -420,7 +420,7 @@ class Swarm(contextlib.AbstractContextManager["Swarm"]):
     ) -> "TryModel":
         """Fill the masks of a text with the model as it is now, and as it was when this peer received it.
 
-        Without a ``question``, it shows examples and a form. The default model and tokenizer are those of
+        Without a ``question``, it shows examples and a form. The default model and tokenizer come from
         ``cs.recipes.albert(…, swarm=swarm)``. Raises ValueError if there are none, or if the question has no mask.
         """
         return self.probe.try_model(question, model, tokenizer)

@@ -6,7 +6,7 @@ most the last bit. The means of sparseloco differ by the rounding of a float32 s
 codes may get either code.
 
 Only `Flag.read` waits for the device, once per call. The encoders of onebit, sparseloco and topk read whether their
-values are finite. The decoders of these and of int8 read whether the bytes are valid.
+values are finite. The decoders of these three and of int8 read whether the bytes are valid.
 
 Shape suffixes: B blocks, V values in a block, K values that are sent.
 """

@@ -77,7 +77,7 @@ class Segments:
 
 
 class DeviceFeedback:
-    """The residual of one peer, like `ErrorFeedback`, but on a vector's devices; it begins as that of ``before``."""
+    """The residual of one peer, like `ErrorFeedback`, but on a vector's devices; begins with ``before``'s values."""
 
     def __init__(self, vector: "DeviceVector", before: ErrorFeedback) -> None:
         values = vector.values

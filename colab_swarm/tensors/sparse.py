@@ -94,8 +94,8 @@ class SparseLoCo:
     """Sends the 64 largest of every 4096 consecutive values, in 14 bits each (arXiv 2508.15706).
 
     2 bits are the value's code by `quantised`, which codes all sent values of a vector together; 12 bits are the
-    value's place in the block. Of a last, shorter block of b values, b / 64 are sent, rounded down to an even number,
-    but at least 2, or 1 if b is 1.
+    value's place in the block. If the last block is shorter, with b values, the encoder sends b / 64 of them, rounded
+    down to an even number, but at least 2 (1 if b is 1).
     Layout: the 4 means as float32, the codes, then the places, two in three bytes. In the paper, a block is a part of
     64 x 64 values of a matrix. Here its values are consecutive, because a reducer does not know the shapes.
     """

@@ -41,8 +41,8 @@ class Vector(Protocol):
     ) -> None:
         """Replace these values by an encoded mean.
 
-        Raises ValueError, with nothing changed, if the codec refuses the mean, if one of its values is NaN, or if the
-        root mean square of its values is not below ``most_rms``.
+        Raises ValueError, with nothing changed, if the codec refuses the mean, or if the root mean square of its values
+        is NaN or not below ``most_rms``.
         """
 
 
