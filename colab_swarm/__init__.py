@@ -91,7 +91,7 @@ def __getattr__(name: str) -> Any:
     """Import a public name on its first use: a relay or backbone never imports torch, so it starts in a second."""
     if name not in PUBLIC and name not in ROOMS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from colab_swarm.project import notice_if_slow
+    from colab_swarm.notebook.platforms import notice_if_slow
 
     try:
         with notice_if_slow(f"colab_swarm is loading what cs.{name} needs"):

@@ -6,10 +6,6 @@ project's own URL, which ``make publish-links`` writes. A copy without either in
 
 import json
 import re
-import sys
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, distribution
 
 COPY = "your copy of colab_swarm"
@@ -18,29 +14,6 @@ _PLATFORMS = {
     "Colab": "https://colab.research.google.com/{path}",
     "Kaggle": "https://kaggle.com/kernels/welcome?src=https://{page}",
 }
-SLOW_S = 3.0
-
-
-@contextmanager
-def notice_if_slow(text: str) -> Iterator[None]:
-    """Tell the person who waits if the block takes longer than `SLOW_S`: a busy machine needs half a minute for torch.
-
-    Programs that compare what is printed, such as nbval, get the same text from slow and from fast machines.
-    """
-    notice = threading.Timer(SLOW_S, _tell, [text])
-    notice.daemon = True
-    notice.start()
-    try:
-        yield
-    finally:
-        notice.cancel()
-
-
-def _tell(text: str) -> None:
-    from colab_swarm.notebook.platforms import has_frontend
-
-    if sys.stderr.isatty() or has_frontend():
-        print(text, file=sys.stderr)
 
 
 def repository() -> str | None:

@@ -1,17 +1,14 @@
 """Where links and install lines lead: to the repository that the metadata name, and to no place that does not exist."""
 
-import io
 import json
 import re
 import subprocess
-import threading
 import tomllib
 from importlib.metadata import PackageNotFoundError, PathDistribution
 from pathlib import Path
 
 import pytest
 
-import colab_swarm as cs
 from colab_swarm import project
 from tests.publish_links import publish
 
@@ -164,28 +161,3 @@ def test_changes_that_are_not_committed_are_left_alone(copy: Path) -> None:
     with pytest.raises(SystemExit, match="commit or stash"):
         publish(copy, MINE)
     assert (copy / "README.md").read_text() == "my own text"
-
-
-@pytest.mark.parametrize("waits", [True, False], ids=["terminal", "log file"])
-def test_a_slow_import_tells_the_person_who_waits(waits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    import_it, looked = cs.importlib.import_module, threading.Event()
-
-    def slowly(name: str) -> object:
-        assert looked.wait(10)
-        return import_it(name)
-
-    class Terminal(io.StringIO):
-        def isatty(self) -> bool:
-            return waits
-
-    def tell(text: str) -> None:
-        project_tell(text)
-        looked.set()
-
-    project_tell = project._tell
-    monkeypatch.setattr(project, "SLOW_S", 0.0)
-    monkeypatch.setattr(project, "_tell", tell)
-    monkeypatch.setattr("sys.stderr", terminal := Terminal())
-    monkeypatch.setattr(cs.importlib, "import_module", slowly)
-    assert cs.Lamb.__name__ == "Lamb"
-    assert terminal.getvalue() == ("colab_swarm is loading what cs.Lamb needs\n" if waits else "")

@@ -97,7 +97,8 @@ class Assembly:
     """One peer's part in the meetings of one ``prefix``; ``size`` is the exact number of members, None for any.
 
     Attributes:
-        waiting: the records, as last read, of the peers that wait for a meeting with equal terms; this peer is among them.
+        waiting: the records, as last read, of the peers that wait for a meeting with equal terms,
+            including this peer.
     """
 
     def __init__(

@@ -32,7 +32,7 @@ from colab_swarm.errors import JoinError, MismatchError, require
 from colab_swarm.invite import Invite
 from colab_swarm.markup import aligned, duration
 from colab_swarm.net.relay import RelayQuota
-from colab_swarm.project import notice_if_slow
+from colab_swarm.notebook.platforms import notice_if_slow
 from colab_swarm.snapshot import PeerTable
 from colab_swarm.swarm import logbook
 from colab_swarm.swarm.joining import create as create_run

@@ -21,7 +21,7 @@ class ConnectionRoom:
     Args:
         most: maximum number of connections. It may be exceeded for a moment, because the system accepts several queued
             connections together.
-        counts: returns True if a connection still counts towards ``most``. It is called with connections that have a transport.
+        counts: returns True if a connection, which has a transport, still counts towards ``most``.
     """
 
     def __init__(self, most: int, counts: Callable[[Any], bool] = lambda connection: True) -> None:

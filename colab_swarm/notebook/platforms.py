@@ -8,6 +8,8 @@ import asyncio
 import contextlib
 import os
 import sys
+import threading
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,6 +20,7 @@ from colab_swarm.events import EventLog, Notice
 from colab_swarm.snapshot import SessionTime
 
 LEAVE_BEFORE_S = 600.0  # time from leaving to the end of the session; less if the session ends soon
+SLOW_IMPORT_S = 3.0
 _WARN_BEFORE_S = 600.0  # time between the warning and leaving
 Consent: TypeAlias = bool | Literal["tunnels"]
 """A user's consent: none (False), to train here (True), or also to tunnels and relays of other companies."""
@@ -114,6 +117,26 @@ def has_frontend() -> bool:
         return True
     kernel = sys.modules["IPython"].get_ipython().kernel
     return bool(getattr(kernel, "_allow_stdin", True))
+
+
+@contextlib.contextmanager
+def notice_if_slow(text: str) -> Iterator[None]:
+    """Tell the person who waits if the block takes longer than `SLOW_IMPORT_S`; importing torch can take half a minute.
+
+    Programs that compare what is printed, such as nbval, get the same text from slow and from fast machines.
+    """
+    notice = threading.Timer(SLOW_IMPORT_S, _tell, [text])
+    notice.daemon = True
+    notice.start()
+    try:
+        yield
+    finally:
+        notice.cancel()
+
+
+def _tell(text: str) -> None:
+    if sys.stderr.isatty() or has_frontend():
+        print(text, file=sys.stderr)
 
 
 def platform() -> Platform:

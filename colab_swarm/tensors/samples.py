@@ -139,7 +139,7 @@ class RowCounter:
 
     Args:
         full: number of examples in a full micro-batch.
-        batch_size: the number of examples in a full micro-batch, if the user gave it. It is then used instead of ``full``.
+        batch_size: the number of examples in a full micro-batch, if the user gave it; then ``full`` is not used.
         most: number of examples in the whole data set, if it is known.
     """
 

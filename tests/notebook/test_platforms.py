@@ -1,10 +1,13 @@
+import io
 import os
 import sys
+import threading
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
 
+import colab_swarm as cs
 from colab_swarm.errors import TermsError
 from colab_swarm.events import EventLog, Notice
 from colab_swarm.notebook import platforms
@@ -149,3 +152,28 @@ def test_without_that_it_is_0(tmp_path: Path, stat: str) -> None:
     (tmp_path / "1").mkdir()
     (tmp_path / "1" / "stat").write_text(stat)
     assert platforms.session_age_s(tmp_path) == 0.0 and 0 <= platforms.session_age_s() < 1e9
+
+
+@pytest.mark.parametrize("waits", [True, False], ids=["terminal", "log file"])
+def test_a_slow_import_tells_the_person_who_waits(waits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    import_it, looked = cs.importlib.import_module, threading.Event()
+
+    def slowly(name: str) -> object:
+        assert looked.wait(10)
+        return import_it(name)
+
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return waits
+
+    def tell(text: str) -> None:
+        tell_if_seen(text)
+        looked.set()
+
+    tell_if_seen = platforms._tell
+    monkeypatch.setattr(platforms, "SLOW_IMPORT_S", 0.0)
+    monkeypatch.setattr(platforms, "_tell", tell)
+    monkeypatch.setattr("sys.stderr", terminal := Terminal())
+    monkeypatch.setattr(cs.importlib, "import_module", slowly)
+    assert cs.Lamb.__name__ == "Lamb"
+    assert terminal.getvalue() == ("colab_swarm is loading what cs.Lamb needs\n" if waits else "")
