@@ -53,8 +53,9 @@ class Communication:
         overlap: the round, and the optimizer's step on copies of the parameters, run while this peer computes on.
             Updates come exactly one round late (DeDLOC, section 3.2; ZeRO-Offload). With local steps, the model
             takes the round's result as soon as it arrives, and keeps the local steps since the round began.
-        local_steps: number of steps, of ``target_batch_size`` samples each, between two rounds. Every peer takes these
-            steps alone, then the swarm averages the resulting parameters (DiLoCo). This divides the traffic by
+        local_steps: number of steps between two rounds. Every peer takes these steps alone, then the swarm averages the
+            resulting parameters (DiLoCo). ``target_batch_size`` is divided among the peers: it is the number of
+            samples in one local step of all peers together. Local steps divide the traffic by
             ``local_steps``. Between two rounds the models of the peers differ; `Swarm.leave` puts the parameters of the
             last round into the model. Local steps with sparseloco or topk are SparseLoCo (arXiv 2508.15706): the error
             feedback decays and replaces the outer momentum. A contribution with sparseloco has 146 times fewer bytes
