@@ -374,7 +374,7 @@ class SimNetwork:
         loss: fraction of packets that need a retransmission.
         latency_factor, width: factors on the profile's latency and on its bandwidths.
         fired, coming: scripted faults that have happened, and scripted faults that `at` has scheduled.
-        traps: faults that wait for a message: a function that recognizes the message, and the fault.
+        traps: pairs of a function and a fault; the fault happens when the function recognizes a message.
         by_name, by_id, by_address: the peers, whether they are up or not.
         on_fault: function that is called when a fault happens.
     """

@@ -184,9 +184,9 @@ class Swarm(contextlib.AbstractContextManager["Swarm"]):
     def remove_peer(self, peer: PeerId | str) -> None:
         """Remove a peer from the run for good. All other peers close their links to it within a minute.
 
-        ``peer`` is the peer's id, the first hex digits of the id, or the name of a peer that trains. An invitation
-        removes all peers that joined with it. Raises PermissionError if this peer is not the run's authority, and
-        ValueError unless exactly one peer matches.
+        ``peer`` is the peer's id, the first hex digits of the id, or the name of a peer that trains. If it is an
+        invitation, all peers that joined with this invitation are removed. Raises PermissionError if this peer is not
+        the run's authority, and ValueError if no peer or several peers match.
         """
         network = self._require_network()
         if isinstance(peer, str):

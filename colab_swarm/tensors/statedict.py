@@ -209,7 +209,7 @@ def encode_head(tensors: Iterable[Description], metadata: Mapping[str, str] | No
 
 
 def decode_head(data: Buffer) -> tuple[dict[str, TensorEntry], dict[str, str], int]:
-    """Return the tensors in a stranger's file, its metadata, and the position at which the values begin.
+    """Return what a stranger's file says about its tensors, its metadata, and the position where the values begin.
 
     ``data`` may be only the beginning of the file. Raises ValueError if the head is not valid.
     """

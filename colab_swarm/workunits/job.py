@@ -356,7 +356,8 @@ class Job:
     def train_serially(self) -> tuple[nn.Module, list[float]]:
         """Train on all data in one place with one optimizer and without units, as a baseline.
 
-        Returns the trained model, and its accuracy after each epoch of ``plan.local_epochs`` passes.
+        Returns the trained model and its accuracies. As with units, an epoch is ``plan.local_epochs`` passes over the
+        data.
         The plan's ``alpha`` and ``subsets`` are not used.
         """
         plan = self.plan
