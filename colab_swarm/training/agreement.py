@@ -41,9 +41,9 @@ def agreement_of(
     """
     rule = replica.rule
     types = "/".join(sorted({kind for kind, _ in replica.kinds.values()}))
-    size = f"{replica.numel:,} trained values in {len(replica.kinds)} {types} tensors"
+    layout = blake3(repr(replica.kinds).encode()).hexdigest(4)
     values = {
-        "model": _with_digest(size, repr(replica.kinds)),
+        "model": f"{replica.numel:,} trained values in {len(replica.kinds)} {types} tensors (layout {layout})",
         FROZEN_BASE: frozen_base or frozen_base_of(rule.model, replica.model),
         "adapters": _adapters(rule.model),
         "optimizer": type(rule.optimizer).__name__,
@@ -60,11 +60,6 @@ def agreement_of(
     return tuple((name, value) for name, value in values.items() if value)
 
 
-def _with_digest(text: str, exact: str) -> str:
-    """Return a text for people, which is cut if it is long, and the digest of what it describes."""
-    return f"{plain(text, MAX_PAIR_TEXT - 18)} (digest {blake3(exact.encode()).hexdigest(4)})"
-
-
 def _learning_rates(optimizer: Optimizer) -> str:
     """Return the distinct learning rates that the optimizer had before any scheduler, lowest first."""
     rates = {float(group.get("initial_lr", group.get("lr", 0.0))) for group in optimizer.param_groups}
@@ -72,7 +67,7 @@ def _learning_rates(optimizer: Optimizer) -> str:
 
 
 def _options(optimizer: Optimizer, scheduler: LRScheduler | None, names: Mapping[int, str]) -> str:
-    """Return the groups' options that differ from the class's defaults, and a digest of all options.
+    """Return a digest of the parameter groups' options, and a text on those that differ from the class's defaults.
 
     If there are several groups, the digest includes the ``names`` of their parameters.
     """
@@ -91,7 +86,7 @@ def _options(optimizer: Optimizer, scheduler: LRScheduler | None, names: Mapping
     text = ", ".join(texts)
     if len(texts) > 1:
         text = ", ".join(f"{options} ({count(number, 'tensor')})" for options, number in texts.items())
-    return _with_digest(text, repr(exact))
+    return plain(f"{blake3(repr(exact).encode()).hexdigest(4)}: {text}", MAX_PAIR_TEXT)
 
 
 def _defaults(kind: type) -> Mapping[str, Any]:
@@ -135,11 +130,11 @@ def _adapters(model: torch.nn.Module | None) -> str:
     if not texts:
         return ""
     text = ", ".join(texts)
-    return _with_digest(text, text)
+    return plain(f"{blake3(text.encode()).hexdigest(4)}: {text}", MAX_PAIR_TEXT)
 
 
 def frozen_base_of(model: torch.nn.Module | None, trained: Iterable[torch.Tensor]) -> str:
-    """Return the size of the parameters that are not in ``trained``, and their digest; empty if there are none.
+    """Return a digest and the size of the parameters that are not in ``trained``; an empty text if there are none.
 
     If such a parameter requires gradients, another optimizer may train it. Then the digest includes only the layout of
     this parameter, not its values.
@@ -164,5 +159,5 @@ def frozen_base_of(model: torch.nn.Module | None, trained: Iterable[torch.Tensor
         layout.append((name, tuple(parameter.shape), parameter.dtype, quantization))
     if not layout:
         return ""
-    text = f"{numel:,} values in {', '.join(sorted(kinds))}"
-    return _with_digest(text, repr(layout) + digest_of_tensors(frozen.values()).hex())
+    base = blake3(repr(layout).encode() + digest_of_tensors(frozen.values())).hexdigest(4)
+    return f"{base}: {numel:,} values in {', '.join(sorted(kinds))}"
