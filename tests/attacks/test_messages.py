@@ -255,7 +255,9 @@ class Full:
                 link.send_item(stream, mutator.body(item), mutator.payload())
 
     async def ask(self, link: Link) -> FoundNear:
-        return await link.call(FindNear(bytes(32), self.mallory.contact), FoundNear, timeout_s=20)
+        return await link.call(
+            FindNear(bytes(32), self.mallory.services.peers.contact), FoundNear, timeout_s=20
+        )
 
     async def works(self) -> bool:
         return isinstance(await self.ask(await self.fresh_link()), FoundNear)

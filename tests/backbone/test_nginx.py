@@ -164,7 +164,7 @@ def test_friends_join_by_the_link_to_the_page_and_relay_through_nginx(nginx: Ngi
 
             sent = alice.runtime.call(talk())
             assert sent["intact"] and sent["path"] == f"relayed by {short(there)}"
-            assert all(address.startswith(nginx.address) for address in bob.contact.addresses)
+            assert all(address.startswith(nginx.address) for address in bob.services.peers.contact.addresses)
 
 
 @pytest.mark.real_time

@@ -93,7 +93,7 @@ def test_a_port_that_another_program_uses_now_does_not_keep_a_peer_away(tmp_path
         other.bind(("", port))
         other.listen()
         with cs.join(state_dir=tmp_path / "alice") as alice:
-            assert alice.contact.addresses and alice.network.node.port != port
+            assert alice.services.peers.contact.addresses and alice.network.node.port != port
 
 
 def test_a_member_that_reaches_no_peer_says_what_to_do(tmp_path: Path) -> None:

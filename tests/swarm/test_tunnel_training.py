@@ -74,11 +74,11 @@ def test_training_continues_when_the_tunnels_agent_is_killed_three_times(
             try:
                 for kill in range(KILLS):
                     three_more(len(rounds) + 3)
-                    address = alice.contact.addresses
+                    address = alice.services.peers.contact.addresses
                     os.kill(agent_of(folder), signal.SIGKILL)
                     wait(lambda: alice.id not in bob.services.peers.linked(), timeout_s=10)
                     wait(lambda: alice.id in bob.services.peers.linked(), timeout_s=10)
-                    assert alice.contact.addresses != address, kill
+                    assert alice.services.peers.contact.addresses != address, kill
                     assert alice.reachability.level is ReachabilityLevel.TUNNEL, kill
                 three_more(len(rounds) + 3)
             finally:
