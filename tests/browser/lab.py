@@ -166,8 +166,11 @@ class LabNotebook(Notebook):
         self.page.click('jp-button[data-command="notebook:interrupt-kernel"]')
 
     def save(self) -> None:
-        self.page.keyboard.press("Control+s")
-        self.page.wait_for_selector(".jp-mod-dirty", state="detached")
+        # a cell that runs makes the notebook dirty again at once
+        with self.page.expect_response(
+            lambda answer: "/api/contents/" in answer.url and answer.request.method == "PUT"
+        ):
+            self.page.keyboard.press("Control+s")
 
     def reload(self) -> None:
         self.page.reload()
