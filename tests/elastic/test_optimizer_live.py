@@ -16,8 +16,8 @@ pytestmark = pytest.mark.slow
 OPTIONS = cs.NetworkOptions(lan=False, use_relays=False)
 
 
-def test_an_interrupted_step_can_be_repeated_without_loss() -> None:
-    interrupted = threading.Event()
+def test_an_interrupted_step_can_be_repeated_and_a_waiting_one_ends_when_its_member_leaves() -> None:
+    interrupted, parted = threading.Event(), threading.Event()
 
     def follow(invite: str) -> torch.Tensor:
         with cs.join(invite, peer_name="bob", options=OPTIONS) as bob:
@@ -27,6 +27,7 @@ def test_an_interrupted_step_can_be_repeated_without_loss() -> None:
                 if step == 1:
                     interrupted.wait(30)
                 take(optimizer, net, step)
+            parted.wait(30)
             optimizer.close()
             return parameters_of(net)
 
@@ -44,24 +45,10 @@ def test_an_interrupted_step_can_be_repeated_without_loss() -> None:
                 with pytest.raises(RuntimeError, match="already being sent"):
                     loss_of(net, step).backward()
             assert optimizer.step().step == step
-        optimizer.close()
-        torch.testing.assert_close(following.result(30), parameters_of(net), rtol=0, atol=0)
-    torch.testing.assert_close(parameters_of(net), reference(3, seed=1), rtol=0, atol=1e-5)
-
-
-def test_a_waiting_step_ends_when_its_member_leaves() -> None:
-    with cs.create("elastic") as alice, cs.join(alice.invite(), peer_name="bob") as bob:
-        with ThreadPoolExecutor(2) as pool:
-            nets = model(), model()
-            joining = [
-                pool.submit(join_group, swarm, net, 2, scheduler=Synchronous())
-                for swarm, net in zip((alice, bob), nets, strict=True)
-            ]
-            optimizer = joining[0].result(30)
-            joining[1].result(30)
-        loss_of(nets[0], 0, rows_of(0, 2)).backward()
-        leaving = threading.Timer(0.3, optimizer.close)
-        leaving.start()
+        loss_of(net, 3, rows_of(optimizer.member, 2)).backward()
+        threading.Timer(0.3, optimizer.close).start()
         with pytest.raises(RuntimeError, match="left its group"):
             optimizer.step()  # bob's gradient never comes
-        leaving.join()
+        parted.set()
+        torch.testing.assert_close(following.result(30), parameters_of(net), rtol=0, atol=0)
+    torch.testing.assert_close(parameters_of(net), reference(3, seed=1), rtol=0, atol=1e-5)

@@ -92,6 +92,7 @@ def test_bounds_are_those_of_table_1(scheduler: Scheduler, bound: float) -> None
     assert scheduler.bound(facts) == pytest.approx(bound)
     assert scheduler.bound(replace(facts, gamma=0.5)) == pytest.approx(bound + 6**0.5 * 2.0)
     assert TOLERANT.bound(replace(facts, crashed=2)) == pytest.approx(1.0)  # more than f
+    assert all(scheduler.bound(replace(facts, gamma=unknown)) is None for unknown in (None, 1.0))
 
 
 @pytest.mark.parametrize("tau", [1, 2, 5])
@@ -113,11 +114,6 @@ def test_a_lost_peer_adds_its_stand_ins_that_nobody_can_correct(make: Callable[.
         alive = scheduler.bound(facts)
         lost = scheduler.bound(replace(facts, crashed=crashed))
         assert lost == pytest.approx((alive or 0) + crashed * (delay + 1) * 3.0 / 4)
-
-
-@pytest.mark.parametrize("gamma", [None, 1.0])
-def test_an_unknown_codec_has_no_bound(gamma: float | None) -> None:
-    assert Synchronous().bound(StepFacts(4, 2.0, 1.0, gamma)) is None
 
 
 def test_missing_is_a_share_of_the_others_values() -> None:

@@ -1,8 +1,6 @@
 """The caller gets finite values of the right shape or an `ExpertError`, whatever the host does."""
 
 import asyncio
-import contextlib
-from collections.abc import AsyncIterator
 from functools import partial
 from typing import Any
 
@@ -20,7 +18,7 @@ from colab_swarm.moe.expert import BatchLimits, Expert
 from colab_swarm.moe.grid import ExpertInfo
 from colab_swarm.net.peers import Contact, Message, Stream, short
 from colab_swarm.runtime import loop_now
-from colab_swarm.sim import LAN, SimNetwork, SimPeers
+from colab_swarm.sim import LAN, SimNetwork
 from colab_swarm.tensors.codecs import CODECS, codec_of
 from tests.moe.local import calls_of
 from tests.moe.test_batching import RULE, check_batching
@@ -31,23 +29,6 @@ INPUTS = np.arange(12, dtype=np.float32).reshape(3, 4)
 
 def info(host: Contact) -> ExpertInfo:
     return ExpertInfo("ffn.0", host, (4,), 0, 0.0)
-
-
-def pair() -> tuple[SimNetwork, SimPeers, SimPeers]:
-    network = SimNetwork(LAN, seed=1)
-    return network, network.peer("alice"), network.peer("bob")
-
-
-@contextlib.asynccontextmanager
-async def hosted(
-    bob: SimPeers, events: EventLog | None = None, limits: BatchLimits | None = None
-) -> AsyncIterator[tuple[expert_calls.ExpertServer, Expert]]:
-    """An expert that bob hosts."""
-    server = expert_calls.ExpertServer(bob, events or EventLog(), limits)
-    expert = Expert("ffn.0", FeedForward(4), RULE, (4,))
-    server.add(expert)
-    yield server, expert
-    await server.close()
 
 
 class Other(Message, frozen=True):
@@ -118,36 +99,23 @@ async def test_a_link_that_takes_no_more_streams_is_busy_too(monkeypatch: pytest
         first.reset()
 
 
-async def test_a_host_killed_between_forward_and_backward_is_an_error_and_comes_back() -> None:
-    network, alice, bob = pair()
-    calls, there = calls_of(alice), info(bob.contact)
-    async with hosted(bob) as (_, expert):
-        await calls.forward(there, INPUTS)
-        network.now().crash("bob")
-        with pytest.raises(ExpertError, match=r"expert ffn\.0 at"):
-            await calls.backward(there, INPUTS, INPUTS)
-        assert [fault.name for fault in network.fired] == ["crash"] and expert.step == 0
-        network.now().restart("bob")
-        await calls.backward(there, INPUTS, INPUTS)
-        assert expert.step == 1
-
-
 async def test_calls_that_are_announced_and_never_sent_take_no_memory_and_their_callers_are_named() -> None:
-    network, alice, bob = pair()
-    sybils = [network.peer(name) for name in ("carol", "dave", "erin")]
+    network, events = SimNetwork(LAN, seed=1), EventLog()
+    alice, bob, *sybils = map(network.peer, ("alice", "bob", "carol", "dave", "erin"))
     network.introduce()
-    events, limits = EventLog(), BatchLimits(max_batch_bytes=64, max_held_bytes=64)
+    server = expert_calls.ExpertServer(bob, events, BatchLimits(max_batch_bytes=64, max_held_bytes=64))
+    server.add(Expert("ffn.0", FeedForward(4), RULE, (4,)))
     opening = expert_calls.ForwardExpert("ffn.0", 4, (4,), "float32")
-    async with hosted(bob, events, limits) as (server, _):
-        streams = [await sybil.stream(bob.id, opening, timeout_s=5) for sybil in sybils]
-        await asyncio.sleep(1)
-        check_batching(server._batching, calls=3)  # each of all the memory
-        for _ in range(20):
-            await calls_of(alice).attempt(expert_calls.ForwardExpert, info(bob.contact), [INPUTS])
-        for stream in streams:
-            with pytest.raises(CallRefused, match="took over 60 s"):
-                await stream.receive(expert_calls.Part)
-        check_batching(server._batching, calls=0)
+    streams = [await sybil.stream(bob.id, opening, timeout_s=5) for sybil in sybils]
+    await asyncio.sleep(1)
+    check_batching(server._batching, calls=3)  # each of all the memory
+    for _ in range(20):
+        await calls_of(alice).attempt(expert_calls.ForwardExpert, info(bob.contact), [INPUTS])
+    for stream in streams:
+        with pytest.raises(CallRefused, match="took over 60 s"):
+            await stream.receive(expert_calls.Part)
+    check_batching(server._batching, calls=0)
+    await server.close()
     assert loop_now() == pytest.approx(60, abs=0.1)
     texts = [str(event) for event in events.recent(Notice)]
     assert len(texts) == 3 and all(short(sybil.id) in "".join(texts) for sybil in sybils)

@@ -1,4 +1,4 @@
-"""Hosts of experts on the simulated network and virtual time: claim, save, take over, give up."""
+"""Hosts of experts in simulated swarms: claim, save, take over, give up; and what a user says and sees."""
 
 import asyncio
 import contextlib
@@ -6,15 +6,14 @@ import random
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
 
+import colab_swarm as cs
 from colab_swarm.errors import ExpertError
 from colab_swarm.events import ExpertHosted, Fault, Notice
 from colab_swarm.moe.blocks import FeedForward, TransformerBlock
@@ -22,101 +21,77 @@ from colab_swarm.moe.expert import ExpertRule, plan_host
 from colab_swarm.moe.grid import Grid
 from colab_swarm.moe.host import ExpertHost
 from colab_swarm.moe.saves import SavePlace, SaveRecord
-from colab_swarm.sim.runtime import SimRuntime
-from colab_swarm.swarm.experts import SwarmExperts
+from colab_swarm.swarm.simulation import Simulation
+from colab_swarm.swarm.swarm import Swarm
 from colab_swarm.tensors.chunks import Snapshot
 from colab_swarm.tensors.statedict import pack, unpack
-from tests.moe.hosts import GRID, PLAN, Member, Run, host_of, make, train
-from tests.moe.local import calls_of
+from tests.moe.hosts import GRID, SAVE_S, host, make, peer, resources_of, train
 
 EXPIRED_S = 120.0  # twice the life of an announcement, with checks for dead hosts in between
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """These tensors are tiny: more threads would only wait for each other."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+SIDES = GRID.sides
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Run:
-    return Run(tmp_path)
+def sim() -> Iterator[Simulation]:
+    """Of alice, in one thread: these tensors are tiny, and more threads would only wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    with cs.simulate(1, network="lan") as simulation:
+        yield simulation
+    torch.set_num_threads(threads)
 
 
-def hosted(member: Member) -> list[tuple[str, int, bool]]:
-    return [(e.uid, e.step, e.taken_over) for e in member.events(ExpertHosted) if isinstance(e, ExpertHosted)]
+def hosted(swarm: Swarm) -> list[tuple[str, int, bool]]:
+    return [(event.uid, event.step, event.taken_over) for event in swarm.events.recent(ExpertHosted)]
 
 
-async def saved_by(hosting: ExpertHost, steps: int) -> None:
+def texts(swarm: Swarm) -> list[str]:
+    return [event.text for event in swarm.events.recent(Notice) if "hosting" in event.text]
+
+
+def save(hosting: ExpertHost, steps: int) -> None:
     train(hosting, steps)
-    await hosting.save_changed()
+    hosting.save()
 
 
-async def test_hosts_share_the_grid_and_all_peers_find_their_experts(run: Run) -> None:
-    _, alice = await run.host("alice", 4)
-    _, bob = await run.host("bob", 2)
-    reader = await run.join("carol")
-    assert not alice.experts.keys() & bob.experts.keys()
-    live = await reader.resources.directory.live(GRID)
-    assert {info.uid for info in live} == alice.experts.keys() | bob.experts.keys() and len(live) == 6
-    assert (await calls_of(reader.peers).forward(live[0], torch.ones(2, 4).numpy())).shape == (2, 4)
-
-
-async def test_a_dead_hosts_expert_continues_elsewhere_from_its_last_save(run: Run) -> None:
-    await run.host("alice", 1)
-    member, bob = await run.host("bob", 1)
-    carol, other = await run.host("carol", 1, capacity=2)
-    results = member.resources.saves.results
-    (uid,) = bob.experts
+def test_a_dead_hosts_expert_continues_elsewhere_from_its_last_save(sim: Simulation) -> None:
+    _, bob, carol = host(sim, "alice"), host(sim, "bob"), host(sim, "carol", spare=1)
+    (uid,) = bob.uids
     train(bob, 5)
-    await asyncio.sleep(2 * PLAN.save_s)  # saved in the background
-    last = results[uid]
-    assert (last.step, len(last.holders)) == (5, 2)
-    await bob.save_changed()
-    assert results[uid] is last, "nothing has changed"
+    bob.wait(2 * SAVE_S)  # saved in the background
     outputs = bob.experts[uid].forward(inputs := torch.rand(3, 4))
     train(bob, 2)  # lost: the steps since the save
-    run.network.now().crash("bob")
-    await asyncio.sleep(EXPIRED_S)
-    assert [fault.name for fault in run.network.fired] == ["crash"]
-    assert hosted(carol)[-1] == (uid, 5, True)
-    assert torch.equal(other.experts[uid].forward(inputs), outputs)
-    found = await carol.resources.directory.find(GRID, uid)
-    assert found is not None and found.host.id == carol.peers.id and found.step == 5
-    await saved_by(other, 1)
-    assert carol.resources.saves.results[uid].step == 6  # and on from there
+    sim.fire("crash", "bob")
+    carol.wait(EXPIRED_S)
+    assert hosted(sim.swarms["carol"])[-1] == (uid, 5, True)
+    assert torch.equal(carol.experts[uid].forward(inputs), outputs)
+    found = sim.swarms["alice"].experts.expert(uid, grid=SIDES).info()
+    assert (found.host.id, found.step) == (sim.swarms["carol"].id, 5)
 
 
-async def test_a_host_that_returns_continues_from_its_own_disk(run: Run) -> None:
-    _, hosting = await run.host("alice", 2)
-    await saved_by(hosting, 4)
-    uids = [*hosting.experts]
-    run.network.now().crash("alice")
-    run.begin_again()  # no other peer is left, and no record of it
-    again, _ = await run.host("alice", 3)
-    assert sorted(hosted(again)[:2]) == sorted((uid, 4, False) for uid in uids) and len(hosted(again)) == 3
-    run.network.now().crash("alice")
-    run.begin_again()
+def test_a_host_that_returns_continues_from_its_own_disk(sim: Simulation, tmp_path: Path) -> None:
+    hosting = host(sim, "alice", 2, folder=tmp_path)
+    save(hosting, 4)
+    uids = hosting.uids
+    sim.fire("crash", "alice")  # no other peer is left, and no record of it
+    host(sim, "alice", 3, folder=tmp_path)
+    found = hosted(sim.swarms["alice"])
+    assert sorted(found[:2]) == [(uid, 4, False) for uid in uids] and len(found) == 3
+    sim.fire("crash", "alice")
     (other, *_) = {GRID.uid(index) for index in GRID} - {*uids}
-    third, _ = await run.host("alice", 3, uids=(other,))  # no others, though they are saved here
-    assert hosted(third) == [(other, 0, False)]
-    assert [fault.name for fault in run.network.fired] == ["crash", "crash"]
+    host(sim, "alice", [other], folder=tmp_path)  # no others, though they are saved here
+    assert hosted(sim.swarms["alice"]) == [(other, 0, False)]
 
 
-async def test_a_host_that_stops_loses_nothing_and_is_not_called_any_more(run: Run) -> None:
-    await run.host("alice", 1)
-    bob, hosting = await run.host("bob", 1)
-    (uid,) = hosting.experts
-    carol, _ = await run.host("carol", 1, capacity=2)
-    train(hosting, 6)
-    await hosting.withdraw()
-    assert [event.text for event in bob.events(Notice)] == [f"no longer hosting {uid}: this host stopped"]  # type: ignore[attr-defined]
-    await asyncio.sleep(45)
-    assert hosted(carol)[-1] == (uid, 6, True)  # sooner than a record expires
-    await hosting.withdraw()
+def test_a_host_that_stops_loses_nothing_and_is_not_called_any_more(sim: Simulation) -> None:
+    _, bob, carol = host(sim, "alice"), host(sim, "bob"), host(sim, "carol", spare=1)
+    (uid,) = bob.uids
+    train(bob, 6)
+    bob.close()
+    assert texts(sim.swarms["bob"]) == [f"no longer hosting {uid}: this host stopped"]
+    carol.wait(45)
+    assert hosted(sim.swarms["carol"])[-1] == (uid, 6, True)  # sooner than a record expires
+    bob.close()
 
 
 def with_wide_moments(state: dict[str, Any]) -> dict[str, Any]:
@@ -133,171 +108,154 @@ SPOILT: list[Callable[[dict[str, Any]], Any]] = [
 
 
 @pytest.mark.parametrize("spoil", [*SPOILT, None])
-async def test_a_false_claim_is_skipped_in_favour_of_a_real_save(
-    run: Run, spoil: Callable[[dict[str, Any]], Any] | None
+def test_a_false_claim_is_skipped_in_favour_of_a_real_save(
+    sim: Simulation, tmp_path: Path, spoil: Callable[[dict[str, Any]], Any] | None
 ) -> None:
-    await run.host("alice", 1)
-    _, bob = await run.host("bob", 1)
-    (uid,) = bob.experts
-    await saved_by(bob, 3)
-    mallory = await run.join("mallory")
-    if spoil is None:  # bob's save itself, as one of another step
-        ((_, real),) = await mallory.resources.saves.claims(uid)
-        root = real.root
-    else:  # it is there, and its hash matches
+    host(sim, "alice")
+    bob = host(sim, "bob")
+    (uid,) = bob.uids
+    save(bob, 3)
+    mallory = peer(sim, "mallory")
+    call, saves = mallory.runtime.call, resources_of(mallory, tmp_path).saves
+    ((_, real),) = call(saves.claims(uid))
+    root = real.root  # bob's save itself, as one of another step
+    if spoil is not None:  # it is there, and its hash matches
         state = unpack(pack(bob.experts[uid].state_dict() | {"step": 9}))
         lies = Snapshot.of(uid.encode(), 9, pack(spoil(state)))
-        await mallory.resources.saves.write(lies)
+        call(saves.write(lies))
         root = lies.root
-    record = SaveRecord((SavePlace(9, root, (mallory.peers.contact,)),))
-    await mallory.services.dht.publish(f"run/experts/{uid}/save", record, ttl_s=6000)
-    run.network.now().crash("bob")
-    await asyncio.sleep(EXPIRED_S)
-    carol, _ = await run.host("carol", 1)
-    assert hosted(carol) == [(uid, 3, True)] and run.network.fired
-    assert [place.step for _, place in await carol.resources.saves.claims(uid)] == [9, 3]
+    record = SaveRecord((SavePlace(9, root, (mallory.services.peers.contact,)),))
+    call(mallory.services.dht.publish(f"{mallory.run_id}/experts/{uid}/save", record, ttl_s=6000))
+    sim.fire("crash", "bob")
+    call(asyncio.sleep(EXPIRED_S))
+    host(sim, "carol")
+    assert hosted(sim.swarms["carol"]) == [(uid, 3, True)]
+    reader = resources_of(peer(sim, "dave"), tmp_path / "dave").saves
+    assert [place.step for _, place in call(reader.claims(uid))] == [9, 3]
 
 
-async def test_an_expert_that_both_sides_of_a_partition_host_stays_at_the_earlier_host(run: Run) -> None:
-    alice, hers = await run.host("alice", uids=("ffn.0.1",))
-    await saved_by(hers, 2)
-    bob = await run.join("bob")
-    run.network.now().partition({"alice"}, {"bob"})
-    await asyncio.sleep(100)
-    his = host_of(bob.resources, replace(PLAN, uids=("ffn.0.1",)))
-    await his.start()
-    bob.peers.when_down(his.kill)
-    assert hers.experts.keys() == his.experts.keys() == {"ffn.0.1"}
-    run.network.now().heal()
-    await asyncio.sleep(300)
-    assert [fault.name for fault in run.network.fired] == ["partition", "heal"]
-    assert hers.experts and not his.experts and not alice.events(Notice)
-    (lost,) = bob.events(Notice)
-    assert "no longer hosting ffn.0.1: another peer claimed it earlier" in str(lost)
+def test_an_expert_that_both_sides_of_a_partition_host_stays_at_the_earlier_host(sim: Simulation) -> None:
+    alice, bob = host(sim, "alice", ["ffn.0.1"]), peer(sim, "bob")
+    save(alice, 2)
+    sim.fire("partition", {"alice"}, {"bob"})
+    alice.wait(100)
+    his = host(sim, "bob", ["ffn.0.1"])
+    assert alice.uids == his.uids == ["ffn.0.1"]
+    sim.fire("heal")
+    alice.wait(300)
+    assert alice.uids and not his.uids and not texts(sim.swarms["alice"])
+    assert texts(bob) == ["no longer hosting ffn.0.1: another peer claimed it earlier"]
 
 
 @pytest.mark.parametrize("away_s", [10, 200])
-async def test_a_host_that_restarts_gets_its_expert_back_or_yields(run: Run, away_s: int) -> None:
-    await run.join("dave")
-    await run.host("alice", uids=("ffn.0.1",))
-    run.network.now().crash("alice")
-    await asyncio.sleep(away_s)
-    _, his = await run.host("bob", uids=("ffn.0.1",))
-    _, hers = await run.host("alice", uids=("ffn.0.1",))
-    await asyncio.sleep(300)
-    assert [bool(hers.experts), bool(his.experts)] == [away_s == 10, away_s == 200] and run.network.fired
+def test_a_host_that_restarts_gets_its_expert_back_or_yields(sim: Simulation, away_s: int) -> None:
+    dave = peer(sim, "dave")
+    host(sim, "alice", ["ffn.0.1"])
+    sim.fire("crash", "alice")
+    dave.runtime.call(asyncio.sleep(away_s))
+    his = host(sim, "bob", ["ffn.0.1"])
+    hers = host(sim, "alice", ["ffn.0.1"])
+    hers.wait(300)
+    assert [bool(hers.uids), bool(his.uids)] == [away_s == 10, away_s == 200]
 
 
-async def test_a_full_disk_is_reported_once_and_only_what_a_peer_has_is_published(
-    run: Run, tmp_path: Path
+def test_a_full_disk_is_reported_once_and_only_what_a_peer_has_is_published(
+    sim: Simulation, tmp_path: Path
 ) -> None:
+    """A file is where the folder should be: nothing can be written."""
     for name in ("alice", "bob"):
-        (tmp_path / name).write_text("a file where the folder should be: nothing can be written")
-    alice, hers = await run.host("alice", 1)
-    await saved_by(hers, 1)
-    assert alice.resources.saves.results and not await alice.resources.saves.saved(GRID), "no peer has it"
+        (tmp_path / name).write_text("")
+    reader = peer(sim, "carol")
+    saves = resources_of(reader, tmp_path / "carol").saves
+    save(host(sim, "alice", folder=tmp_path / "alice"), 1)
+    assert not reader.runtime.call(saves.saved(GRID)), "no peer has it"
     (tmp_path / "alice").unlink()
-    bob, hosting = await run.host("bob", 1)
+    bob = host(sim, "bob", folder=tmp_path / "bob")
     for _ in range(3):
-        await saved_by(hosting, 1)
-    (fault,) = bob.events(Fault)
-    assert "cannot write" in str(fault) and len(hosting.experts) == 1
-    assert {kept.step for kept in bob.resources.saves.results.values()} == {3}
-    assert await alice.resources.saves.saved(GRID) == {*hosting.experts}, "alice has it"
+        save(bob, 1)
+    (fault,) = sim.swarms["bob"].events.recent(Fault)
+    assert "cannot write" in str(fault)
+    assert reader.runtime.call(saves.saved(GRID)) == {*bob.uids}, "alice has it"
+    (_, kept), *_ = reader.runtime.call(saves.claims(bob.uids[0]))
+    assert kept.step == 3
 
 
-async def test_a_maker_that_fails_is_the_callers_error_and_claims_nothing(run: Run) -> None:
-    alice = await run.join("alice")
+def test_a_maker_that_fails_is_the_callers_error_and_claims_nothing(sim: Simulation) -> None:
+    made = []
 
     def fail() -> nn.Module:
-        raise RuntimeError("CUDA out of memory")
+        made.append(make())
+        if len(made) > 1:  # not while it is measured
+            raise RuntimeError("CUDA out of memory")
+        return made[0]
 
-    hosting = host_of(alice.resources, replace(PLAN, make=fail, count=2, capacity=2))
     with pytest.raises(RuntimeError, match="out of memory"):
-        await hosting.start()
-    assert await alice.resources.directory.live(GRID) == []
-    assert len(await alice.resources.directory.claim(GRID, 6)) == 6
+        host(sim, "alice", 2, maker=fail)
+    assert len(host(sim, "bob", GRID.size).uids) == GRID.size
 
 
 @pytest.mark.slow
 @pytest.mark.ordeal
-async def test_no_expert_loses_more_than_its_last_steps_while_hosts_are_killed(run: Run) -> None:
+def test_no_expert_loses_more_than_its_last_steps_while_hosts_are_killed(sim: Simulation) -> None:
     """Every 200 s a random host of three dies and another joins; experts are taken over in between."""
-    rng = random.Random(0)
-    settings = {"capacity": 4}
-    reader = await run.join("reader")
-    hosts = {f"host {i}": await run.host(f"host {i}", 2, **settings) for i in range(3)}
-    members = dict(hosts)
-    saved_steps: dict[str, int] = {}
+    rng, reader = random.Random(0), sim.swarms["alice"]
+    hosts = {f"host {i}": host(sim, f"host {i}", 2, spare=2) for i in range(3)}
+    swarms = [sim.swarms[name] for name in hosts]
+    saved_steps = Counter[str]()
 
-    async def learn() -> None:
-        ones, calls = torch.ones(2, 4).numpy(), calls_of(reader.peers, timeout_s=2.0)
-        while True:
-            for info in await reader.resources.directory.live(GRID):
+    def learn(seconds: float) -> None:
+        for _ in range(int(seconds / 20)):
+            for index in GRID:
                 with contextlib.suppress(ExpertError):
-                    await calls.backward(info, ones, ones)
-            await asyncio.sleep(20.0)
+                    one = reader.experts.expert(GRID.uid(index), grid=SIDES, timeout_s=2.0)
+                    one(torch.ones(2, 4)).sum().backward()
+            reader.runtime.call(asyncio.sleep(20.0))
 
-    learning = asyncio.create_task(learn())
     for i in range(3, 15):
-        await asyncio.sleep(200)
+        learn(100)
+        before = {uid: one.step for hosting in hosts.values() for uid, one in hosting.experts.items()}
+        learn(100)  # what it had 100 s ago is saved
         victim = rng.choice(sorted(hosts))
-        run.network.now().crash(victim)
-        dead, _ = hosts.pop(victim)
-        for uid, kept in dead.resources.saves.results.items():
-            saved_steps[uid] = max(kept.step, saved_steps.get(uid, 0))
-        name = f"host {i}"
-        members[name] = hosts[name] = await run.host(name, 2, **settings)
-    await asyncio.sleep(200)
-    learning.cancel()
-    taken = [one for member, _ in members.values() for one in hosted(member) if one[2]]
-    assert len(run.network.fired) == 12 and len(taken) >= 10
-    alive = {uid: expert.step for _, hosting in hosts.values() for uid, expert in hosting.experts.items()}
-    assert len(alive) == GRID.size
-    assert all(alive[uid] >= step > 0 for uid, step in saved_steps.items())
+        sim.fire("crash", victim)
+        for uid in hosts.pop(victim).uids:
+            saved_steps[uid] = max(before.get(uid, 0), saved_steps[uid])
+        hosts[f"host {i}"] = host(sim, f"host {i}", 2, spare=2)
+        swarms.append(sim.swarms[f"host {i}"])
+    learn(200)
+    assert len(sim.network.fired) == 12
+    assert sum(taken_over for swarm in swarms for *_, taken_over in hosted(swarm)) >= 10
+    alive = {uid: expert.step for hosting in hosts.values() for uid, expert in hosting.experts.items()}
+    assert len(alive) == GRID.size and sum(saved_steps.values()) > 100
+    assert all(alive[uid] >= step for uid, step in saved_steps.items())
 
 
 # -- what a user says and sees
 
 
-def test_the_host_shows_what_it_hosts_and_stops(run: Run) -> None:
-    runtime = SimRuntime()
-    member = runtime.call(run.join("alice"))
-    host = ExpertHost(runtime, member.resources, plan_host(GRID, make, count=2), repr)
-    runtime.call(host.start())
-    with host:
-        assert len(host.uids) == 2 and set(host.statistics()) == set(host.uids)
-        assert host.panel() == repr(host) == "ExpertHost(ffn[2 x 3], 2 of 2 experts, 0 steps)"
-        train(host)
-        host.save()
-        host.wait(1.0)
-        assert [(uid, one.step) for uid, one in host.statistics().items()] == [(uid, 1) for uid in host.uids]
-        assert {kept.step for kept in member.resources.saves.results.values()} == {1}
-        assert "; 6 of ffn[2 x 3] fit: 80% of " in host.arithmetic
-    assert host.uids == [] and "stopped" in repr(host)
-    runtime.close()
-
-
-def test_a_swarm_has_one_host_of_a_prefix_and_one_folder(run: Run, tmp_path: Path, capsys: Any) -> None:
-    runtime = SimRuntime()
-    member = runtime.call(run.join("alice"))
-    runtime.call(member.resources.close())
-    allowed = partial(SwarmExperts, runtime, member.services, lambda **_: None, lambda: None)
-    experts = allowed()
-    first = experts.host("ffn", make, grid=(2, 3), folder=tmp_path / "saves", count=1)
-    second = experts.host("ffn", make, grid=(2, 3), count=2)
-    assert first.stopped and first.panel().refresh().over and not capsys.readouterr().out
-    seen = second.panel().refresh()
-    assert not seen.over and len(seen.served) == len(second.uids) == 2
-    with pytest.raises(ValueError, match="saves experts in"):
-        experts.host("other", make, grid=(2,), folder=tmp_path / "elsewhere", count=1)
-    train(second)
-    experts.close()
-    assert second.stopped and not second.uids and any((tmp_path / "saves").rglob("*"))
-    again = allowed()  # what the closed one served may be served again
-    again.host("ffn", make, grid=(2, 3), folder=tmp_path / "saves", count=1)
-    again.close()
-    runtime.close()
+def test_a_swarm_has_one_host_of_a_prefix_and_one_folder(tmp_path: Path, capsys: Any) -> None:
+    options: dict[str, Any] = {"grid": (2, 3), "folder": tmp_path / "saves"}
+    with cs.simulate(1) as sim:
+        alice = sim.swarms["alice"]
+        first = alice.experts.host("ffn", make, count=1, **options)
+        second = alice.experts.host("ffn", make, grid=(2, 3), count=2)
+        assert first.stopped and first.uids == [] and "stopped" in repr(first)
+        assert first.panel().refresh().over and not capsys.readouterr().out
+        seen = second.panel().refresh()
+        assert not seen.over and len(seen.served) == len(second.uids) == 2
+        assert repr(second) == "ExpertHost(ffn[2 x 3], 2 of 2 experts, 0 steps)"
+        assert "; 6 of ffn[2 x 3] fit: 80% of " in second.arithmetic
+        with pytest.raises(ValueError, match="saves experts in"):
+            alice.experts.host("other", make, grid=(2,), folder=tmp_path / "elsewhere", count=1)
+        learned = {uid: 1 for uid in second.uids}
+        train(second)
+        second.save()
+        second.wait(1.0)
+        assert {uid: one.step for uid, one in second.statistics().items()} == learned
+        alice.leave()
+        assert second.stopped and not second.uids
+    with cs.simulate(1) as sim:
+        again = sim.swarms["alice"].experts.host("ffn", make, count=2, **options)
+        assert {uid: one.step for uid, one in again.statistics().items()} == learned
 
 
 def test_the_count_follows_from_memory_and_leaves_room_for_experts_of_dead_hosts() -> None:
@@ -341,18 +299,19 @@ def test_none_fits_is_an_error_with_the_arithmetic(monkeypatch: pytest.MonkeyPat
     assert plan_host(GRID, make, count=1).count == 1
 
 
-async def test_experts_are_spread_over_the_devices_and_so_are_those_of_a_second_host(run: Run) -> None:
+def test_experts_are_spread_over_the_devices_and_so_are_those_of_a_second_host(
+    sim: Simulation, tmp_path: Path
+) -> None:
+    alice = sim.swarms["alice"]
+    resources, counts = resources_of(alice, tmp_path), Counter[torch.device]()
     devices = tuple(torch.device("cpu", index) for index in range(3))
-    member, hosting = await run.host("alice", 4, devices=devices, dtype="bfloat16")
-    counts = Counter(expert.device for expert in hosting.experts.values())
-    assert sorted(counts.values()) == [1, 1, 2]
-    more = host_of(member.resources, replace(PLAN, grid=Grid("more", (2,)), count=2, devices=devices))
-    await more.start()
-    counts.update(expert.device for expert in more.experts.values())
-    assert [*counts.values()] == [2, 2, 2]
-    train(hosting)
-    calls = calls_of((await run.join("bob")).peers)
-    info = (await member.resources.directory.live(GRID))[0]
-    assert (await calls.forward(info, np.ones((2, 4), np.float32))).shape == (2, 4)
-    await more.withdraw()
-    await hosting.withdraw()
+    for prefix, count, spread in (("ffn", 4, [1, 1, 2]), ("more", 2, [2, 2, 2])):
+        plan = plan_host(Grid(prefix, SIDES), make, count=count, dtype="bfloat16")
+        hosting = ExpertHost(alice.runtime, resources, replace(plan, devices=devices), repr)
+        alice.runtime.call(hosting.start())
+        counts.update(expert.device for expert in hosting.experts.values())
+        assert sorted(counts.values()) == spread
+        train(hosting)
+        one = peer(sim, "bob").experts.expert(hosting.uids[0], grid=SIDES)
+        assert one(torch.ones(2, 4)).shape == (2, 4)
+    alice.runtime.call(resources.close())

@@ -13,7 +13,7 @@ from colab_swarm.moe.grid import ExpertInfo, Grid
 from colab_swarm.moe.layer import MixtureOfExperts, RemoteExpert, balance_loss, priorities
 from colab_swarm.net.node import Node
 from colab_swarm.net.peers import Contact
-from tests.moe.local import HOST, LR, Function, LocalCalls, LocalExperts, calls_of, tanh_expert
+from tests.moe.local import HOST, LR, Function, LocalExperts, calls_of
 
 GRID = Grid("ffn", (2, 3))
 DIM = 4
@@ -22,9 +22,8 @@ DIM = 4
 def make(
     *, living: Sequence[tuple[int, int]] | None = None, timeout_s: float = 5.0, **settings: Any
 ) -> tuple[MixtureOfExperts, LocalExperts]:
-    experts = LocalExperts(GRID, tanh_expert(DIM), living=living)
-    calls = LocalCalls(experts, timeout_s)
-    return MixtureOfExperts(calls, GRID, DIM, **{"k": 2} | settings), experts
+    experts = LocalExperts(GRID, living=living, timeout_s=timeout_s)
+    return MixtureOfExperts(experts, GRID, DIM, **{"k": 2} | settings), experts
 
 
 def prefer_the_first_row_if_positive(layer: MixtureOfExperts) -> None:
@@ -65,15 +64,6 @@ def test_values_and_all_gradients_are_those_of_local_modules() -> None:
         for there, here in zip(experts.modules[uid].parameters(), module.parameters(), strict=True):
             step = here - LR * here.grad if here.grad is not None else here
             torch.testing.assert_close(there, step, atol=1e-5, rtol=0)
-
-
-def test_an_expert_is_called_once_per_direction_however_many_samples_choose_it() -> None:
-    layer, experts = make(k=6)
-    with torch.no_grad():
-        assert not layer(torch.randn(3, DIM)).requires_grad and not experts.backwards
-    experts.forwards.clear()
-    layer(torch.randn(50, DIM)).sum().backward()
-    assert sorted(experts.forwards) == sorted(experts.backwards) == sorted(experts.modules)
 
 
 @pytest.mark.parametrize("shape", [(DIM,), (3, DIM), (2, 3, DIM), (2, 1, 3, DIM), (0, DIM)])
@@ -255,21 +245,26 @@ def test_a_host_that_announces_a_false_shape_fails_alone(monkeypatch: pytest.Mon
     prefer_the_first_row_if_positive(layer)
     false = {"ffn.0.0"}
     shapes = {uid: (32,) if uid in false else (DIM,) for uid in experts.modules}
-    monkeypatch.setattr(experts, "_info", lambda uid: ExpertInfo(uid, HOST, shapes[uid], 0, 1e9))
+    monkeypatch.setattr(experts, "info", lambda uid: ExpertInfo(uid, HOST, shapes[uid], 0, 1e9))
     experts.dead = false  # its host refuses the call
     x = torch.tensor([[1.0, 0.0, 0.0, 0.0]])
     assert not torch.equal(layer(x), x)
     assert {uid for uid, _ in experts.failures} == false
 
 
-def test_a_compiled_model_calls_its_experts() -> None:
+def test_a_compiled_model_calls_each_expert_once_per_direction() -> None:
     layer, experts = make(k=6)
     model = nn.Sequential(nn.Linear(DIM, DIM), layer, nn.Linear(DIM, 1))
-    x = torch.randn(5, DIM)
+    x = torch.randn(50, DIM)
+    with torch.no_grad():
+        plain = model(x).sum()
+        assert not layer(x).requires_grad
+    experts.forwards.clear()
     loss = torch.compile(model, backend="eager")(x).sum()
-    torch.testing.assert_close(loss, model(x).sum())
+    torch.testing.assert_close(loss, plain)
+    assert not experts.backwards
     loss.backward()
-    assert sorted(experts.backwards) == sorted(experts.modules)
+    assert sorted(experts.forwards) == sorted(experts.backwards) == sorted(experts.modules)
     assert layer.gating.maps.weight.grad is not None
 
 
@@ -363,12 +358,12 @@ LINE = Grid("ffn", (3,))
 
 @pytest.fixture
 def experts() -> LocalExperts:
-    return LocalExperts(LINE, tanh_expert(), living=[(1,)], shape=(4,))
+    return LocalExperts(LINE, living=[(1,)])
 
 
 @pytest.fixture
 def remote(experts: LocalExperts) -> RemoteExpert:
-    return RemoteExpert(LocalCalls(experts), LINE, "ffn.1")
+    return RemoteExpert(experts, LINE, "ffn.1")
 
 
 def test_it_computes_as_the_expert_and_both_learn(experts: LocalExperts, remote: RemoteExpert) -> None:
@@ -394,12 +389,12 @@ def test_failures_are_raised_in_forward_and_backward(experts: LocalExperts, remo
         remote(torch.randn(1, 4))
     assert len(experts.failures) == 2
     with pytest.raises(ExpertError, match=r"no peer hosts ffn\.2"):
-        RemoteExpert(LocalCalls(experts), LINE, "ffn.2")(torch.randn(1, 4))
+        RemoteExpert(experts, LINE, "ffn.2")(torch.randn(1, 4))
 
 
 def test_invalid_names_and_inputs_are_refused(experts: LocalExperts, remote: RemoteExpert) -> None:
     with pytest.raises(ValueError, match="not an expert of"):
-        RemoteExpert(LocalCalls(experts), LINE, "gfn.1")
+        RemoteExpert(experts, LINE, "gfn.1")
     for wrong in [torch.randn(3), torch.randn(2, 5), torch.tensor(1.0)]:
         with pytest.raises(ValueError, match="takes samples of shape"):
             remote(wrong)
@@ -410,7 +405,7 @@ def test_invalid_names_and_inputs_are_refused(experts: LocalExperts, remote: Rem
 def test_an_expert_of_two_hosts_counts_once_and_a_dead_one_never(monkeypatch: pytest.MonkeyPatch) -> None:
     layer, experts = make(k=6)
     hosts = itertools.cycle((HOST, Contact(bytes([1]) * 32, ())))
-    monkeypatch.setattr(experts, "_info", lambda uid: ExpertInfo(uid, next(hosts), (DIM,), 0, 1e9))
+    monkeypatch.setattr(experts, "info", lambda uid: ExpertInfo(uid, next(hosts), (DIM,), 0, 1e9))
     experts.dead = {"ffn.0.0"}
     with torch.no_grad():
         for parameter in layer.gating.parameters():

@@ -1,38 +1,66 @@
 """Replicas of saves on the simulated network: what is sent, what survives crashes, and peers that lie."""
 
 import asyncio
+import random
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
 import pytest
+import torch
 
 from colab_swarm.dht import records
+from colab_swarm.dht.service import RunServices
 from colab_swarm.errors import CallRefused, PeerError, StateError
+from colab_swarm.events import EventLog
 from colab_swarm.moe import saves as expert_saves
 from colab_swarm.net.peers import Ack, Contact, Message, PeerId
 from colab_swarm.runtime import loop_now
+from colab_swarm.sim import LAN, SimNetwork, SimPeers
 from colab_swarm.tensors.chunks import Manifest, Snapshot, StateChunk
-from tests.moe.hosts import GRID, Member, Run, saved, shelf_of
+from colab_swarm.tensors.statedict import pack
+from tests.dht.swarm import join
+from tests.moe.hosts import GRID
 
-LIMIT_BYTES = saved().blob.nbytes
+
+class Member(NamedTuple):
+    """One peer of the run."""
+
+    peers: SimPeers
+    services: RunServices
+    saves: expert_saves.ExpertSaves
 
 
 class Scene:
-    """Alice saves, the other peers are holders."""
+    """Peers on a simulated LAN, each with a folder of its own: alice saves, the others are holders."""
 
     def __init__(self, folder: Path) -> None:
-        self.run = Run(folder)
+        self.folder = folder
         self.members: dict[str, Member] = {}
+
+    @cached_property
+    def network(self) -> SimNetwork:
+        return SimNetwork(LAN, seed=0)
+
+    async def join(self, name: str) -> Member:
+        first = next((member.peers for member in self.members.values()), None)
+        joined = await join(self.network, name, first)
+        peers, dht = joined.peers, joined.dht
+        dht.start()
+        peers.when_down(lambda: [*dht.kill()])
+        services = RunServices(peers, dht, EventLog(), random.Random(name), "run")
+        store = expert_saves.ReplicaStore(self.folder / name, me=peers.id)
+        self.members[name] = Member(peers, services, expert_saves.ExpertSaves(services, store))
+        return self.members[name]
 
     async def open(self, *names: str) -> None:
         for name in names:
-            self.members[name] = await self.run.join(name)
-            await self.saves(name).start()
+            await (await self.join(name)).saves.start()
 
     def saves(self, name: str) -> expert_saves.ExpertSaves:
-        return self.members[name].resources.saves
+        return self.members[name].saves
 
     async def save(self, state: Snapshot, copies: int = 2) -> expert_saves.SaveResult:
         alice = self.saves("alice")
@@ -47,18 +75,26 @@ class Scene:
 
     def reader(self, kept: expert_saves.SaveResult) -> expert_saves.ExpertSaves:
         """Return the saves of a peer that holds none of it."""
-        others = (name for name in self.members if name != "alice")
-        return next(self.saves(n) for n in others if self.members[n].peers.id not in kept.holders)
+        holders = {"alice", *map(self.name, kept.holders)}
+        return next(self.saves(name) for name in self.members if name not in holders)
 
     def holders(self, step: int) -> set[str]:
-        return {
-            name
-            for name, m in self.members.items()
-            if any(s.manifest.step == step for s in shelf_of(m).saves())
-        }
+        def has(member: Member) -> bool:
+            return any(save.manifest.step == step for save in member.saves.store.saves())
+
+        return {name for name, member in self.members.items() if has(member)}
 
     def crash(self, name: str) -> None:
-        self.run.network.now().crash(name)
+        self.network.now().crash(name)
+
+
+def saved(uid: str = "ffn.0.0", *, step: int = 1, value: float = 0.0, size: int = 300_000) -> Snapshot:
+    """A made-up state of some chunks, of which the last holds ``value``."""
+    state = {"big": torch.arange(size), "last": torch.full((10,), value), "step": step}
+    return Snapshot.of(uid.encode(), step, pack(state))
+
+
+LIMIT_BYTES = saved().blob.nbytes
 
 
 @pytest.fixture
@@ -82,19 +118,17 @@ async def test_an_equal_save_is_renewed_and_not_sent_again(scene: Scene) -> None
     first, second, third = sent_bytes
     assert second - first > saved().blob.nbytes > 100 * (third - second)
     assert scene.saves("alice").safe["ffn.0.0"].step == 2
-    renewed, before = shelf_of(scene.members["bob"]).saves()
+    renewed, before = scene.members["bob"].saves.store.saves()
     assert (renewed.manifest.step, before.manifest.step) == (2, 1) and renewed.at > last.at - 60
 
 
 async def test_a_save_that_a_holder_lost_does_not_drop_the_one_before(scene: Scene) -> None:
     await scene.open("alice", "bob", "carol")
     await scene.save(saved(step=1))
-    chunk = scene.run.network.when(
-        lambda m: isinstance(m, StateChunk), sender="alice", receiver="carol", nth=2
-    )
+    chunk = scene.network.when(lambda m: isinstance(m, StateChunk), sender="alice", receiver="carol", nth=2)
     chunk.crash("carol")
     await scene.save(saved(step=2, value=1.0))
-    assert [fault.name for fault in scene.run.network.fired] == ["crash"]
+    assert [fault.name for fault in scene.network.fired] == ["crash"]
     assert scene.holders(1) == {"alice", "bob", "carol"} and scene.holders(2) == {"alice", "bob"}
     await scene.open("dave")
     await scene.save(saved(step=3, value=2.0))
@@ -106,7 +140,7 @@ async def test_a_save_that_no_holder_accepts_does_not_hide_the_previous_one(scen
     await scene.open("alice", "bob", "carol", "dave")
     first = await scene.save(saved(step=1))
     for name in ("bob", "carol", "dave"):
-        shelf_of(scene.members[name])._quota_bytes = 1000
+        scene.members[name].saves.store._quota_bytes = 1000
     for step in (2, 3):
         assert not (await scene.save(saved(step=step, value=float(step)))).holders
     assert len(first.holders) == 2 and not (await scene.save(saved("ffn.0.1"))).holders
@@ -114,7 +148,7 @@ async def test_a_save_that_no_holder_accepts_does_not_hide_the_previous_one(scen
     scene.crash("alice")
     reader = scene.saves("dave")
     (_, lost), (_, safe) = await reader.claims("ffn.0.0")
-    assert (lost.step, safe.step) == (3, 1) and scene.run.network.fired
+    assert (lost.step, safe.step) == (3, 1) and scene.network.fired
     with pytest.raises(StateError, match="none of 1 holders"):
         await reader.fetch("ffn.0.0", lost, limit_bytes=LIMIT_BYTES)
     again = await reader.fetch("ffn.0.0", safe, limit_bytes=LIMIT_BYTES)
@@ -164,7 +198,7 @@ async def test_a_lost_holder_is_replaced(scene: Scene) -> None:
     assert await scene.due(1)
     (other,) = (await scene.save(saved(step=1), copies=1)).holders
     assert scene.name(other) != lost and not await scene.due(1)
-    assert scene.run.network.fired
+    assert scene.network.fired
 
 
 async def test_a_save_comes_back_from_holders_when_its_host_is_dead(scene: Scene) -> None:
@@ -186,7 +220,7 @@ async def test_a_save_comes_back_from_holders_when_its_host_is_dead(scene: Scene
             liar.peers.serve_stream(expert_saves.FetchSave, lie)
         again = await fetched(scene.reader(kept))
         assert np.array_equal(again.blob, saved(step=7).blob) and again.manifest.step == 7
-    assert lies and [fault.name for fault in scene.run.network.fired] == ["crash"]
+    assert lies and [fault.name for fault in scene.network.fired] == ["crash"]
 
 
 async def test_a_damaged_save_on_our_disk_is_fetched_from_a_holder(scene: Scene, tmp_path: Path) -> None:
@@ -195,21 +229,21 @@ async def test_a_damaged_save_on_our_disk_is_fetched_from_a_holder(scene: Scene,
     (damaged,) = (tmp_path / "alice").rglob("*.safetensors")
     damaged.write_bytes(bytes(damaged.stat().st_size))
     assert np.array_equal((await fetched(scene.saves("alice"))).blob, saved(step=7).blob)
-    assert not damaged.exists() and not shelf_of(scene.members["alice"]).saves()
+    assert not damaged.exists() and not scene.members["alice"].saves.store.saves()
 
 
 async def test_a_silent_holder_delays_a_fetch_for_seconds_only(scene: Scene) -> None:
     await scene.open("alice", "bob", "carol", "dave")
-    scene.members["erin"] = await scene.run.join("erin")
+    await scene.join("erin")
     kept = await scene.save(saved(step=7), copies=3)
     ((_, claim),) = await scene.saves("erin").claims("ffn.0.0")
     silent = scene.name(min(kept.holders))
-    scene.run.network.now().partition({silent}, scene.members.keys() - {silent})
+    scene.network.now().partition({silent}, scene.members.keys() - {silent})
     scene.crash("alice")
     began = loop_now()
     again = await scene.saves("erin").fetch("ffn.0.0", claim, limit_bytes=LIMIT_BYTES)
     assert np.array_equal(again.blob, saved(step=7).blob) and 9 < loop_now() - began < 12
-    assert [fault.name for fault in scene.run.network.fired] == ["partition", "crash"]
+    assert [fault.name for fault in scene.network.fired] == ["partition", "crash"]
 
 
 async def test_a_save_that_is_not_what_was_claimed_or_too_large_is_refused(scene: Scene) -> None:
@@ -242,7 +276,7 @@ async def test_a_save_that_does_not_match_its_hash_is_not_kept(scene: Scene, fau
     alice.serve_stream(expert_saves.FetchSave, send)
     with pytest.raises(CallRefused, match="none of 1 holders" if fault == "manifest" else "did not arrive"):
         await alice.call(bob.peers.id, expert_saves.KeepSave(saved().root), Ack, timeout_s=60)
-    assert not shelf_of(bob).saves()
+    assert not bob.saves.store.saves()
 
 
 async def test_invalid_records_of_saves_are_ignored(scene: Scene) -> None:
@@ -263,7 +297,7 @@ async def test_invalid_records_of_saves_are_ignored(scene: Scene) -> None:
 
 
 async def test_an_interrupted_start_still_announces(scene: Scene) -> None:
-    alice, bob = [(await scene.run.join(name)).resources.saves for name in ("alice", "bob")]
+    alice, bob = [(await scene.join(name)).saves for name in ("alice", "bob")]
     starting = asyncio.create_task(alice.start())
     await asyncio.sleep(0)
     starting.cancel()

@@ -3,7 +3,7 @@
 import asyncio
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -180,8 +180,3 @@ def check_state(dispatcher: Dispatcher) -> None:
     assert out == state.out.keys()
     whose = Counter(replica.given.volunteer for replica in state.out.values())
     assert whose == Counter({name: one.in_flight for name, one in state.volunteers.items()})
-
-
-async def until(happened: Callable[[], bool]) -> None:
-    while not happened():
-        await asyncio.sleep(0.005)

@@ -3,8 +3,7 @@
 import os
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from colab_swarm.workunits.sql_store import MEMORY, SqlStore
 from colab_swarm.workunits.state import Accepted, AnyEntry, Assimilated, Measured, Unit
 from colab_swarm.workunits.store import ParameterStore, Update
 from colab_swarm.workunits.weights import KNOWN, Floats, Schema, assimilate, moved
+from tests.swarm import wait
 from tests.workunits.digits import digits_job
 from tests.workunits.local import CODE
 from tests.workunits.servers import accepted
@@ -30,13 +30,6 @@ def fill(store: ParameterStore, numel: int, *subsets: int) -> None:
 
 def entries(store: ParameterStore, kind: type) -> list[object]:
     return [entry for _, entry in store.entries() if isinstance(entry, kind)]
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.01)
 
 
 JOB = digits_job()
@@ -86,7 +79,7 @@ def test_faults_of_the_store_are_waited_out() -> None:
     fill(store, NUMEL, 0, 1, 2)
     server = ParameterServer(store, JOB, "server-1")
     server.start()
-    wait_until(lambda: len(entries(store, Measured)) == 3)
+    wait(lambda: len(entries(store, Measured)) == 3, timeout_s=60)
     server.stop()
     server.join(10)
     assert not server.is_alive() and store.faults == set()
@@ -108,11 +101,11 @@ def test_a_server_process_serves_until_it_is_stopped_or_its_parent_dies(tmp_path
     fill(store, 15, 0)
     stopped, orphan = start(path, code), start(path, code)
     try:
-        wait_until(lambda: len(entries(store, Measured)) == 1)
+        wait(lambda: len(entries(store, Measured)) == 1, timeout_s=60)
         orphan.communicate()  # closes its input
         assert orphan.returncode == 1
         fill(store, 15, 1)
-        wait_until(lambda: len(entries(store, Measured)) == 2)
+        wait(lambda: len(entries(store, Measured)) == 2, timeout_s=60)
         stopped.terminate()
         assert stopped.wait(60) == 0
     finally:

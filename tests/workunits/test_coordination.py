@@ -14,7 +14,8 @@ from colab_swarm.workunits.messages import Taken
 from colab_swarm.workunits.sql_store import MEMORY, SqlStore
 from colab_swarm.workunits.state import Accepted, AnyEntry, Rejected
 from colab_swarm.workunits.weights import Floats
-from tests.workunits.local import Stranger, coordinating, tiny_job, until
+from tests.net.swarm import until
+from tests.workunits.local import Stranger, coordinating, tiny_job
 from tests.workunits.servers import accepted
 
 

@@ -22,9 +22,9 @@ from colab_swarm.workunits.job import Job, Rows, UnitTraining, cross_entropy, un
 from colab_swarm.workunits.messages import GivenUnit, Resources, Token, UnitAnswer
 from colab_swarm.workunits.state import Accepted
 from colab_swarm.workunits.volunteering import Volunteer
+from tests.net.swarm import until
 from tests.workunits.digits import digits_job
 from tests.workunits.line import QUICK, Fault, Line, Waits, answers, line_to, says
-from tests.workunits.local import until
 
 TIME_LIMIT_S = 90.0
 JOB = digits_job(subsets=2, max_epochs=1)
@@ -108,12 +108,22 @@ async def test_data_are_fetched_once_for_all_epochs(tmp_path: Path) -> None:
     assert sum(what.startswith("GET /api/data") for what in line.seen) == 2
 
 
-async def test_an_unreachable_coordinator_shows_in_the_state_and_delays_no_leave(tmp_path: Path) -> None:
-    async with playing(tmp_path, JOB, answers(503, Retry_After="77")) as (line, alice):
-        await until(lambda: "unreachable" in alice.snapshot().state)
-        assert alice.snapshot().state.endswith("trying again in 77 s")
+WAITING = answers(200, body=msgspec.msgpack.encode(UnitAnswer(wait_s=1000.0, epoch=3)))
+
+
+@pytest.mark.parametrize("fault", [answers(503, Retry_After="77"), WAITING], ids=["unreachable", "no unit"])
+async def test_a_volunteer_waits_as_it_was_told_to_which_delays_no_leave(
+    tmp_path: Path, fault: Fault
+) -> None:
+    async with playing(tmp_path, JOB, fault) as (line, alice):
+        if fault is WAITING:
+            await until(lambda: alice.snapshot().epoch == 3)
+        else:
+            await until(lambda: "unreachable" in alice.snapshot().state)
+            assert alice.snapshot().state.endswith("trying again in 77 s")
         await alice.leave()
         assert alice.snapshot().over and line.fired
+    assert fault is not WAITING or line.seen.count("POST /api/units") == 1
 
 
 async def test_a_volunteer_that_leaves_finishes_its_units(tmp_path: Path) -> None:
@@ -146,14 +156,6 @@ async def test_a_volunteer_that_leaves_at_once_gives_its_units_back(tmp_path: Pa
         assert alice.snapshot().given_back == 2
         assert line.scene.kinds() == ["Assigned", "Assigned", "GaveBack", "GaveBack"]
     assert not list(tmp_path.glob("alice/units/*.unit"))
-
-
-async def test_a_volunteer_without_a_unit_asks_again_when_it_was_told_to(tmp_path: Path) -> None:
-    waiting = msgspec.msgpack.encode(UnitAnswer(wait_s=1000.0, epoch=3))
-    async with playing(tmp_path, JOB, answers(200, body=waiting)) as (line, alice):
-        await until(lambda: alice.snapshot().epoch == 3)
-        await alice.leave()
-    assert line.seen.count("POST /api/units") == 1
 
 
 async def test_a_unit_on_its_way_to_a_volunteer_that_leaves_is_given_back(tmp_path: Path) -> None:
@@ -217,19 +219,25 @@ async def test_results_that_do_not_count_are_counted_with_why(
     assert ("2 came after another volunteer's" in repr(alice)) == (code == "surplus")
 
 
-@pytest.mark.parametrize(("status", "code"), [(403, "banned"), (401, "token")])
-async def test_a_refusal_ends_it_and_says_why(tmp_path: Path, status: int, code: str) -> None:
-    async with playing(tmp_path, JOB, says(status, code, "three bad results")) as (_, alice):
-        await alice.wait_over()
-        assert alice.snapshot().over
-        assert alice.snapshot().state == "the coordinator refuses: three bad results"
+STRANGE = UnitAnswer(GivenUnit("a" * 32, 1, 0, "b" * 64, "parameters", 60.0, 7))
 
 
-async def test_data_that_the_card_does_not_name_end_it(tmp_path: Path) -> None:
-    unit = UnitAnswer(GivenUnit("a" * 32, 1, 0, "b" * 64, "parameters", 60.0, 7))
-    async with playing(tmp_path, JOB, answers(200, body=msgspec.msgpack.encode(unit))) as (_, alice):
+@pytest.mark.parametrize(
+    ("fault", "state", "given_back"),
+    [
+        (says(403, "banned", "three bad results"), "the coordinator refuses: three bad results", 0),
+        (says(401, "token", "no token"), "the coordinator refuses: no token", 0),
+        (answers(200, body=msgspec.msgpack.encode(STRANGE)), "data have changed", 1),
+    ],
+    ids=["banned", "no token", "data that the card does not name"],
+)
+async def test_a_refusal_ends_it_and_says_why(
+    tmp_path: Path, fault: Fault, state: str, given_back: int
+) -> None:
+    async with playing(tmp_path, JOB, fault) as (_, alice):
         await alice.wait_over()
-        assert "data have changed" in alice.snapshot().state and alice.snapshot().given_back == 1
+        assert alice.snapshot().over and state in alice.snapshot().state
+        assert alice.snapshot().given_back == given_back
 
 
 @pytest.mark.slow

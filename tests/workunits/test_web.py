@@ -15,7 +15,8 @@ from colab_swarm.workunits.messages import PACKED
 from colab_swarm.workunits.sql_store import MEMORY, SqlStore
 from colab_swarm.workunits.state import Accepted, AnyEntry
 from colab_swarm.workunits.web import MAX_DOWNLOADS, SHARE, most_uploads
-from tests.workunits.local import coordinating, tiny_job, until
+from tests.net.swarm import until
+from tests.workunits.local import coordinating, tiny_job
 
 
 async def test_data_known_by_their_digest_come_whole_or_in_ranges_within_them(tmp_path: Path) -> None:

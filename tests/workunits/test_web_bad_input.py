@@ -16,7 +16,8 @@ from colab_swarm.net.identity import Identity
 from colab_swarm.net.membership import MembershipAdmission
 from colab_swarm.workunits import messages, web
 from colab_swarm.workunits.state import Rejected
-from tests.workunits.local import RUN, Answer, Scene, coordinating, tiny_job, until
+from tests.net.swarm import until
+from tests.workunits.local import RUN, Answer, Scene, coordinating, tiny_job
 
 Asking = Callable[[Scene, str, bytes], Awaitable[Answer]]
 
@@ -29,30 +30,20 @@ async def refused(scene: Scene, answer: Awaitable[Answer], status: int, text: st
     assert scene.state() == before
 
 
-def put(name: str, *, size: int) -> tuple[str, str, dict[str, str]]:
-    return "PUT", f"/api/results/{name}", {"Content_Length": str(size)}
-
-
-def huge(scene: Scene, name: str, _: bytes) -> Awaitable[Answer]:
-    method, target, headers = put(name, size=1 << 30)
-    return scene.alice.raw(method, target, **headers)  # not a byte of it is ever sent
-
-
-def chunked(scene: Scene, name: str, _: bytes) -> Awaitable[Answer]:
-    method, target, _ = put(name, size=0)
-    return scene.alice.raw(method, target, Transfer_Encoding="chunked")
-
-
-def unsigned(scene: Scene, name: str, file: bytes) -> Awaitable[Answer]:
-    method, target, _ = put(name, size=len(file))
-    signed = scene.alice.token.header(method, target, file[:-1] + b"x", now=time.time())
-    return scene.alice.send(method, target, file, Authorization=signed)
-
-
 def asking(body: bytes = b"", **headers: str) -> Asking:
     if body:
         return lambda scene, *_: scene.alice.send("POST", "/api/units", body, **headers)
     return lambda scene, *_: scene.alice.raw("POST", "/api/units", **headers)
+
+
+def uploading(**headers: str) -> Asking:
+    """Not a byte of it is ever sent."""
+    return lambda scene, name, _: scene.alice.raw("PUT", f"/api/results/{name}", **headers)
+
+
+def unsigned(scene: Scene, name: str, file: bytes) -> Awaitable[Answer]:
+    signed = scene.alice.token.header("PUT", f"/api/results/{name}", file[:-1] + b"x", now=time.time())
+    return scene.alice.send("PUT", f"/api/results/{name}", file, Authorization=signed)
 
 
 @pytest.mark.parametrize(
@@ -60,12 +51,12 @@ def asking(body: bytes = b"", **headers: str) -> Asking:
     [
         (lambda scene, name, file: scene.alice.upload(name, file[:-4]), 413, "those of this job have"),
         (lambda scene, name, file: scene.bob.upload(name, file), 404, "not yours"),
-        (huge, 413, "1,073,741,824 bytes"),
+        (uploading(Content_Length=str(1 << 30)), 413, "1,073,741,824 bytes"),
         (asking(Content_Length=str(1 << 30)), 413, "65,536 at most"),
         (asking(Transfer_Encoding="chunked"), 422, "send Content-Length"),
         (asking(gzip.compress(bytes(1 << 20)), Content_Encoding="gzip"), 422, "no AskForUnit"),
         (unsigned, 422, "not the signed one"),
-        (chunked, 422, "send Content-Length"),
+        (uploading(Transfer_Encoding="chunked"), 422, "send Content-Length"),
         (asking(msgspec.msgpack.encode(["", (), (4, math.nan, 0.0)])), 422, "memory_gb"),
         (lambda scene, *_: scene.alice.send("GET", "/api/job", Authorization=""), 401, "no token"),
     ],
@@ -146,8 +137,8 @@ async def test_half_sent_results_leave_nothing_and_one_volunteer_cannot_take_all
     async with coordinating(tiny_job(), tmp_path) as scene:
         (mine,), (other,) = await scene.alice.ask(), await scene.bob.ask()
         file, before = scene.coordinator.schema.encode(scene.values()), scene.state()
-        method, target, headers = put(mine.assignment, size=len(file))
-        halves = [scene.alice.raw(method, target, file[:9], **headers) for _ in range(40)]
+        target, size = f"/api/results/{mine.assignment}", str(len(file))
+        halves = [scene.alice.raw("PUT", target, file[:9], Content_Length=size) for _ in range(40)]
         tasks = [asyncio.create_task(half) for half in halves]
         await until(lambda: sum(task.done() for task in tasks) + scene.server.running("upload") == 40)
         assert {task.result().status for task in tasks if task.done()} == {503}
