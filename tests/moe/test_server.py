@@ -20,7 +20,7 @@ from colab_swarm.moe import calls as expert_calls
 from colab_swarm.moe.batching import LONGEST_RETRY_S, Call, compute, finished
 from colab_swarm.moe.blocks import FeedForward, TransformerBlock
 from colab_swarm.moe.calls import LONGEST, ExpertServer, ForwardExpert, Part
-from colab_swarm.moe.expert import Expert, ExpertRule
+from colab_swarm.moe.expert import BatchLimits, Expert, ExpertRule
 from colab_swarm.moe.grid import ExpertInfo
 from colab_swarm.net.membership import OpenAdmission
 from colab_swarm.net.node import Node
@@ -295,6 +295,18 @@ async def test_parts_of_the_wrong_size_are_refused() -> None:
                     await stream.send(Part(), bytes(size))
                 with pytest.raises(CallRefused, match=text):
                     await stream.receive(Part)
+
+
+async def test_a_full_server_answers_busy_with_a_retry_delay() -> None:
+    gate = Gate()
+    limits = BatchLimits(max_batch_bytes=64, max_held_bytes=64)
+    async with hosting(expert(module=gate), limits=limits) as scene:
+        await scene.calls.forward(info(scene.bob), samples(1))
+        async with occupied(gate, scene):
+            with pytest.raises(ExpertError, match="busy: call again in") as caught:
+                await scene.calls.attempt(ForwardExpert, info(scene.bob), [samples(2)])
+            assert caught.value.retry_s is not None and 0 < caught.value.retry_s < 5
+        await scene.calls.forward(info(scene.bob), samples(2))
 
 
 async def test_a_cancelled_call_frees_its_memory_and_is_not_computed() -> None:
