@@ -57,16 +57,11 @@ async def test_all_get_the_same_group_with_everyones_weight(clients: int) -> Non
     assert now() == pytest.approx(WINDOW_S, abs=0.5)
 
 
-async def test_those_of_the_last_meeting_begin_as_soon_as_all_are_back() -> None:
+async def test_those_of_the_last_meeting_begin_when_all_are_back_and_await_an_absent_one_once() -> None:
     place = await Place(3).open()
     for _ in range(5):
         await place.meet_all(3)
     assert now() < WINDOW_S + 4 * 0.5
-
-
-async def test_a_peer_that_does_not_come_back_is_waited_for_once() -> None:
-    place = await Place(3).open()
-    await place.meet_all(3)
     place.network.now().crash("carol")
     began = now()
     for _ in range(3):

@@ -13,7 +13,6 @@ from tests.averaging.swarm import NAMES, Outcome, run_round, vector
 
 FINE = 4 * codecs.BLOCK_VALUES
 NUMEL = 64 * codecs.BLOCK_VALUES
-BIASED = ("onebit", "sparseloco", "topk:0.01", "topk:0.5")
 
 
 def test_adaptive_sends_small_tensors_finer_than_large_ones() -> None:
@@ -62,14 +61,6 @@ def test_the_residual_is_exactly_the_part_that_the_codec_cut_off() -> None:
     np.testing.assert_array_equal(feedback.residual[bobs], sent - arrived)
 
 
-@pytest.mark.parametrize("codec", ["onebit", "topk:0.1"])
-def test_with_codecs_that_need_feedback_everyone_ends_with_the_same_mean(codec: str) -> None:
-    outcome = run_round(numel=NUMEL, codec=codec)
-    assert all(len(result.contributors) == 4 for result in outcome.results.values())
-    got, wanted = outcome.assert_equal_vectors(), outcome.mean()
-    assert 0.05 < np.linalg.norm(got - wanted) / np.linalg.norm(wanted) < 1
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("codec", ["onebit", "topk:0.1"])
 def test_feedback_makes_up_for_compression_over_the_rounds(codec: str) -> None:
@@ -85,17 +76,11 @@ def test_feedback_makes_up_for_compression_over_the_rounds(codec: str) -> None:
     for number in range(1, 13):
         outcome = run_round(numel=NUMEL, codec=codec, feedbacks=feedbacks, prepare=add_owed)
         total += outcome.assert_equal_vectors()
+        assert all(len(result.contributors) == 4 for result in outcome.results.values())
         for feedback in feedbacks.values():
             feedback.settle()
         errors.append(float(np.linalg.norm(total / number - wanted) / np.linalg.norm(wanted)))
-    assert errors[-1] < 0.5 * errors[0]
-
-
-def test_means_lose_little_where_contributions_lose_much_and_an_unknown_precision_is_named() -> None:
-    assert all(codecs.mean_codec_for(name) == name for name in ("float32", "int8", "adaptive"))
-    assert all(codecs.mean_codec_for(name) == "float16" for name in BIASED)
-    with pytest.raises(ValueError, match=r"int8, onebit, sparseloco, adaptive or topk:0\.01"):
-        codecs.Precision("zip")
+    assert errors[-1] < 0.5 * errors[0] and 0.05 < errors[0] < 1
 
 
 @pytest.mark.parametrize("codec", ["int8", "onebit", "sparseloco", "topk:0.1"])

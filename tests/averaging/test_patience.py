@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from colab_swarm.averaging.exchange import TICK_S, Round
 from colab_swarm.averaging.result import GroupResult
@@ -34,11 +35,19 @@ class Town:
         self.logs = {name: EventLog() for name in PEERS}
         self.averagers = {peer.name: Averager(peer, SETTINGS, self.logs[peer.name]) for peer in self.peers}
         self.round = 0
+        self.claimed_bps = 0.0
 
     async def average(self, *names: str, awaited: Sequence[str] = PEERS[:3]) -> float:
         """One round in which these take part; return its seconds at the ``awaited``, who end with the same mean."""
         self.round += 1
         group = make_group(self.peers, [1, 1, 1, 1], NUMEL, round_id=self.round)
+        if self.claimed_bps:
+            rates = {name: 100e6 for name in PEERS} | {"dave": self.claimed_bps}
+            members = [
+                replace(one, upload_bps=rates[self.names[one.id]], download_bps=rates[self.names[one.id]])
+                for one in group.members
+            ]
+            group = replace(group, members=tuple(members))
         vectors = [vector(4 * self.round + index, NUMEL) for index in range(4)]
         own = {name: values.copy() for name, values in zip(PEERS, vectors, strict=True)}
         tasks = {
@@ -66,19 +75,21 @@ class Town:
         return {self.names[peer] for peer in self.results[0].contributors}
 
 
-@pytest.mark.parametrize("way", ["_return_means", "_send_chunks", ""])
+@pytest.mark.parametrize("way", ["_return_means", "_send_chunks", "", "claims a slow line"])
 def test_a_late_member_costs_its_limit_and_then_nothing_for_a_while(
     way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It withholds its means, contributes nothing, or takes no part."""
+    """It withholds its means, contributes nothing, or takes no part; and says besides that its line is slow."""
     hangs = list[int]()
 
     async def main() -> None:
         town = Town()
+        if way == "claims a slow line":
+            town.claimed_bps = 6e6
         town.averagers["dave"]._patience = Patience(LEFT_OUT_S, least_s=1e6)  # it gives up nobody itself
         for _ in range(3):
             assert await town.average(*PEERS, awaited=PEERS) < USUAL_S
-        if way:
+        if way.startswith("_"):
             honest = getattr(Round, way)
 
             async def hang(own: Round, *given: Any) -> None:
@@ -88,9 +99,13 @@ def test_a_late_member_costs_its_limit_and_then_nothing_for_a_while(
                 await honest(own, *given)
 
             monkeypatch.setattr(Round, way, hang)
-        names = PEERS if way else PEERS[:3]
+        names = PEERS if way.startswith("_") else PEERS[:3]
         assert LEAST_S < await town.average(*names) < 3 * LEAST_S
         assert town.waited() == [{"dave"}] * 3
+        (waited,) = town.logs["alice"].recent(Waited)
+        (late,) = (one for one in town.results[0].members if one.peer == waited.peer)
+        assert late.dropped.startswith("too slow: nothing came for ") or way == "_return_means"
+        assert LEAST_S <= waited.seconds < 3 * LEAST_S
         for _ in range(10):
             assert await town.average(*names) < USUAL_S + 2 * TICK_S
         await asyncio.sleep(LEFT_OUT_S)
@@ -100,7 +115,7 @@ def test_a_late_member_costs_its_limit_and_then_nothing_for_a_while(
         assert town.waited() == [{"dave"}] * 3
 
     run_virtual(main())
-    assert len(set(hangs)) >= 13 or not way
+    assert len(set(hangs)) >= 13 or not way.startswith("_")
 
 
 def test_who_comes_in_time_counts_and_is_awaited_again() -> None:

@@ -1,6 +1,6 @@
 """Peers that would train something else are refused by name, before they train."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -53,10 +53,24 @@ def begin(
     return swarm.optimizer(make(net), model=net, **exchanged(settings))
 
 
-def train(optimizer: SwarmOptimizer, steps: int = 1) -> None:
-    for _ in range(steps):
-        (net := optimizer.rule.model)(torch.ones(4, 8)).square().mean().backward()  # type: ignore[misc]
-        assert net is not None and optimizer.step() is not None
+def train_to(optimizer: SwarmOptimizer, step: int) -> int:
+    while optimizer.global_step < step:
+        optimizer.rule.model(torch.ones(4, 8)).square().mean().backward()  # type: ignore[misc]
+        optimizer.step()
+    return optimizer.global_step
+
+
+def renamed() -> nn.Module:
+    net = Adapted()
+    net.other = net.up
+    del net.up
+    return net
+
+
+def in_half() -> nn.Module:
+    net = Adapted()
+    net.up.data = net.up.data.to(torch.bfloat16)
+    return net
 
 
 OTHERS: dict[str, tuple[str, Callable[[Swarm], SwarmOptimizer]]] = {
@@ -69,6 +83,8 @@ OTHERS: dict[str, tuple[str, Callable[[Swarm], SwarmOptimizer]]] = {
         r"Other tensors: down: \(2, 8\) there, \(4, 8\) here; up: \(8, 2\) there, \(8, 4\) here$",
         lambda swarm: begin(swarm, Adapted(rank=4)),
     ),
+    "names": ("other: only here; up: only there", lambda swarm: begin(swarm, renamed())),
+    "types": ("up: float32 there, bfloat16 here", lambda swarm: begin(swarm, in_half())),
     "batch": ("target_batch_size: 4 there, 512 here", lambda swarm: begin(swarm, target_batch_size=512)),
     "unit": (
         "weight_unit: samples there, target tokens here",
@@ -97,52 +113,29 @@ OTHERS: dict[str, tuple[str, Callable[[Swarm], SwarmOptimizer]]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def alice() -> Iterator[Swarm]:
-    with cs.create("agreed", peer_name="alice", options=cs.NetworkOptions(lan=False)) as swarm:
-        train(begin(swarm), 2)
-        yield swarm
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("what", OTHERS)
-def test_a_peer_that_would_train_something_else_is_refused_at_real_links(alice: Swarm, what: str) -> None:
-    text, other = OTHERS[what]
-    with cs.join(alice.invite(), peer_name="bob", options=cs.NetworkOptions(lan=False)) as bob:
-        with pytest.raises(MismatchError, match=text):
-            other(bob)
-        assert not bob.optimizers
-    train(alice.optimizers["model"])
+def test_a_peer_that_would_train_something_else_is_refused_in_time_and_the_others_train_on(what: str) -> None:
+    told, other = OTHERS[what]
 
-
-def test_a_peer_is_refused_in_time_and_the_others_train_on() -> None:
-    def work(swarm: Swarm) -> tuple[str, float, int]:
-        began = swarm.runtime.time()
-        try:
-            optimizer = OTHERS["batch"][1](swarm) if swarm.name == "mallory" else begin(swarm)
-        except MismatchError as error:
-            return str(error), swarm.runtime.time() - began, 0
-        while optimizer.global_step < 8:
-            optimizer.rule.model(torch.ones(4, 8)).square().mean().backward()  # type: ignore[misc]
-            optimizer.step()
-        return "", 0.0, optimizer.global_step
+    def work(swarm: Swarm) -> int:
+        if swarm.name == "mallory":
+            began = swarm.runtime.time()
+            with pytest.raises(MismatchError, match=told):
+                other(swarm)
+            assert swarm.runtime.time() - began < REFUSED_WITHIN_S and not swarm.optimizers
+            return 0
+        return train_to(begin(swarm), 8)
 
     with cs.simulate(2, network="home", seed=1, samples_per_s=8.0) as simulation:
         simulation.join("mallory", at=3.0)
-        results = simulation.run(work)
-    text, seconds, _ = results["mallory"]
-    assert "target_batch_size: 4 there, 512 here" in text and seconds < REFUSED_WITHIN_S
-    assert [results[name][2] for name in ("alice", "bob")] == [8, 8]
+        assert simulation.run(work) == {"alice": 8, "bob": 8, "mallory": 0}
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_of_two_that_begin_together_one_is_refused(seed: int) -> None:
     def work(swarm: Swarm) -> str:
         try:
-            optimizer = begin(swarm, target_batch_size=8 if swarm.name == "alice" else 16)
-            while optimizer.global_step < 4:
-                optimizer.rule.model(torch.ones(4, 8)).square().mean().backward()  # type: ignore[misc]
-                optimizer.step()
+            train_to(begin(swarm, target_batch_size=8 if swarm.name == "alice" else 16), 4)
         except MismatchError as error:
             return str(error)
         return ""
@@ -212,6 +205,27 @@ def test_options_that_change_the_steps_are_compared(
     options = options_of(make(nn.Linear(2, 2)))
     assert usual.endswith(": defaults") and options.endswith(f": {text}")
     assert options.partition(":")[0] != usual.partition(":")[0]
+
+
+@pytest.mark.parametrize(
+    ("option", "text"),
+    [
+        ({"lora_alpha": 64}, "lora_alpha=64"),
+        ({"use_rslora": True}, "use_rslora=True"),
+        ({"alpha_pattern": {"0": 4}}, "alpha_pattern="),
+    ],
+    ids=str,
+)
+def test_the_scale_of_an_adapter_is_compared(option: dict[str, object], text: str) -> None:
+    peft = pytest.importorskip("peft", reason="the extra [dev] installs peft")
+
+    def adapters(**options: object) -> str:
+        config = peft.LoraConfig(**{"r": 2, "lora_alpha": 8, "target_modules": ["0"], **options})
+        net = peft.get_peft_model(nn.Sequential(nn.Linear(8, 2)), config)
+        replica = Replica(UpdateRule(adam(net), model=net))
+        return dict(agreement_of(replica, TrainingSettings("run/model", 8.0)))["adapters"]
+
+    assert text in adapters(**option) and text not in adapters()
 
 
 def test_options_that_change_no_step_are_not_compared() -> None:

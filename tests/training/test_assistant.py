@@ -1,8 +1,6 @@
 """Trainers that only dial out, and an assistant that all peers can dial, in simulated swarms."""
 
 import asyncio
-import contextlib
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -10,7 +8,7 @@ import torch
 import colab_swarm as cs
 from colab_swarm.averaging.group import MAX_TEXT, Group, GroupMember, RoundTerms
 from colab_swarm.averaging.messages import Chunk, ReduceSpan
-from colab_swarm.events import Event, RoundFinished, StateReceived, StepFinished
+from colab_swarm.events import RoundFinished, StateReceived
 from colab_swarm.net.peers import Message
 from colab_swarm.swarm.simulation import Simulation
 from colab_swarm.swarm.swarm import Swarm
@@ -103,32 +101,6 @@ def test_with_trainers_that_can_be_dialled_the_assistant_is_one_more_reducer() -
         assert sim.swarms["alice"].assistant.rounds >= 8
     assert len(toy.lineages(results)) == 1 and max(e.group_size for e in rounds) == 4
     assert max(len(e.contributors) for e in rounds) == 3 and not any(e.kept_local for e in rounds)
-
-
-@pytest.mark.slow
-def test_an_assistant_that_dies_beside_a_reducer_costs_nothing_but_its_share() -> None:
-    with simulation("bob", "carol") as sim:
-        sim.join("dave")
-        sim.network.when(lambda m: isinstance(m, Chunk), sender="alice", nth=8).crash("alice")
-        results = sim.run(lambda swarm: train_or_assist(swarm, 12))
-        rounds = sim.swarms["bob"].events.recent(RoundFinished)
-    assert sim.network.fired and len(toy.lineages(results)) == 1
-    assert not any(e.kept_local for e in rounds)
-
-
-@pytest.mark.slow
-def test_a_trainer_that_vanishes_is_waited_for_once_at_most() -> None:
-    def crash(event: Event) -> None:
-        if isinstance(event, StepFinished) and event.step == 5:  # so it is in no round
-            sim.network.at(sim.time).crash("dave")
-
-    with simulation("bob", "carol", "dave") as sim:
-        sim.swarms["dave"].events.listen(crash)
-        results = sim.run(lambda swarm: train_or_assist(swarm, 20))
-        rounds = sim.swarms["bob"].events.recent(RoundFinished)
-    assert sim.network.fired and len(toy.lineages(results)) == 1
-    later = [e for e in rounds if e.step >= 5]
-    assert {e.group_size for e in later} == {3} and sum(e.seconds > 3.0 for e in later) <= 1
 
 
 def test_a_trainer_alone_sends_nothing_to_the_assistant() -> None:
@@ -225,24 +197,3 @@ def test_an_assistant_may_begin_to_train() -> None:
     with simulation("bob", "carol") as sim:
         results = sim.run(train)
     assert all(results.values()) and len(toy.lineages(results)) == 1
-
-
-@pytest.mark.slow
-def test_over_real_links_two_peers_train_and_a_third_gets_their_state_through_the_assistant() -> None:
-    options = cs.NetworkOptions(listen=False)
-    with contextlib.ExitStack() as stack:
-        backbone = stack.enter_context(cs.create("test-run"))
-        assistance, invite = backbone.reduce(), str(backbone.invite())
-        bob, carol, dave = (
-            stack.enter_context(cs.join(invite, peer_name=name, options=options))
-            for name in ("bob", "carol", "dave")
-        )
-        with ThreadPoolExecutor(2) as pool:
-            results = list(pool.map(lambda swarm: train_halves(swarm, 5), (bob, carol)))
-        optimizer = toy.join_training(dave, net := toy.model())
-        assert optimizer.global_step == 5
-        assert all(torch.equal(toy.parameters_of(net), result[0]) for result in results if result)
-        torch.testing.assert_close(toy.parameters_of(net), toy.joint_reference(5), rtol=0, atol=1e-5)
-        assert assistance.rounds == 5
-        (received,) = dave.events.recent(StateReceived)
-        assert isinstance(received, StateReceived) and received.donors == (backbone.id.hex(),)

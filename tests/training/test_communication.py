@@ -147,8 +147,8 @@ def test_a_communication_that_is_none_is_refused() -> None:
         ({"compression": "onebit", "error_feedback": False}, "a worse model without error_feedback"),
         ({"compression": "sparseloco", "error_feedback": False}, "a worse model without error_feedback"),
         ({"error_feedback": True}, "float32 cuts nothing off"),
-        ({"local_steps": 0}, "local_steps=0: pass 1 to 1000"),
-        ({"local_steps": 2.5}, "local_steps=2.5"),
+        *(({"local_steps": steps}, f"={steps}: pass 1 to 1000") for steps in (0, -1, 1001, 2.5)),
+        ({"local_steps": "auto"}, "pass 1 to 1000"),
         ({"mean_compression": "int3"}, "int3"),
     ],
 )

@@ -9,6 +9,7 @@ import torch
 import colab_swarm as cs
 from colab_swarm.errors import StateError
 from colab_swarm.swarm.swarm import Swarm
+from colab_swarm.tensors import codecs
 from colab_swarm.training.gradients import Gradients
 from colab_swarm.training.optimizer import SwarmOptimizer
 from colab_swarm.training.replica import Replica, UpdateRule
@@ -105,7 +106,11 @@ def test_error_feedback_of_another_model_is_refused_and_changes_nothing(tmp_path
     alone(load)
 
 
-def test_means_have_a_finer_codec_than_contributions_with_feedback() -> None:
-    sparse = cs.Communication("topk:0.01")
-    assert (sparse.compression, sparse.mean_compression) == ("topk:0.01", "float16") and sparse.error_feedback
+def test_means_lose_little_where_contributions_lose_much_and_an_unknown_precision_is_named() -> None:
+    assert all(codecs.mean_codec_for(name) == name for name in ("float32", "int8", "adaptive"))
+    for name in ("onebit", "sparseloco", "topk:0.01", "topk:0.5"):
+        assert cs.Communication(name).mean_compression == codecs.mean_codec_for(name) == "float16"
+        assert cs.Communication(name).error_feedback
     assert cs.Communication("onebit", mean_compression="int8").mean_compression == "int8"
+    with pytest.raises(ValueError, match=r"int8, onebit, sparseloco, adaptive or topk:0\.01"):
+        codecs.Precision("zip")

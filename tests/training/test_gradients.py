@@ -1,7 +1,6 @@
 """Which vectors a trainer's gradients are in, and that none is lost or changed while others may read it."""
 
 import math
-from typing import Any
 
 import numpy as np
 import pytest
@@ -65,50 +64,47 @@ def test_a_delayed_update_takes_a_third_vector_which_no_sum_is_in() -> None:
     assert len(used) <= 3
 
 
-def test_a_contribution_without_a_round_counts_together_with_what_is_added_then() -> None:
+@pytest.mark.parametrize("read", [False, True])
+def test_a_contribution_without_a_round_counts_with_what_is_added_then_and_stays_while_it_is_read(
+    read: bool,
+) -> None:
     trainer = Trainer()
     trainer.add(1.0, 2.0, weight=3.0)
     trainer.give()
     again = trainer.give()
     assert (again.weight, again.vector.values.tolist()) == (3.0, [1.0, 2.0])
+    if read:
+        trainer.held = [again.vector]  # an interrupt ended the round
     trainer.add(5.0, 2.0)
     assert trainer.give().vector.values.tolist() == [2.0, 2.0]
+    assert not read or again.vector.values.tolist() == [1.0, 2.0]
 
 
-def test_a_contribution_that_others_may_still_read_stays_as_it_is() -> None:
-    trainer = Trainer()
-    trainer.add(1.0, 2.0)
+@pytest.mark.parametrize("begun", [False, True])
+def test_a_delayed_contribution_is_added_to_the_sum_that_has_begun_or_becomes_it(begun: bool) -> None:
+    trainer = Trainer(delayed=True)
+    trainer.add(1.0, 2.0, weight=3.0)
+    trainer.gradients.loss.add(4.0, 3.0)
     given = trainer.give()
-    trainer.held = [given.vector]  # an interrupt ended the round
-    trainer.add(3.0, 4.0)
-    assert trainer.give().vector.values.tolist() == [2.0, 3.0] and given.vector.values.tolist() == [1.0, 2.0]
+    assert given.loss == 4.0
+    trainer.gradients.forget()
+    if begun:
+        trainer.add(9.0, 2.0)
+        trainer.gradients.loss.add(1.0, 1.0)
+    trainer.gradients.on_returned(given)
+    again = trainer.give()
+    assert (again.weight, again.loss) == ((4.0, 3.25) if begun else (3.0, 4.0))
+    assert again.vector.values.tolist() == [3.0 if begun else 1.0, 2.0]
 
 
-def test_a_delayed_contribution_is_added_to_the_sum_that_has_begun_or_becomes_it() -> None:
-    for begun in (False, True):
-        trainer = Trainer(delayed=True)
-        trainer.add(1.0, 2.0, weight=2.0)
-        given = trainer.give()
-        trainer.gradients.forget()
-        if begun:
-            trainer.add(7.0, 2.0)
-        trainer.gradients.on_returned(given)
-        again = trainer.give()
-        assert again.vector.values.tolist() == [3.0 if begun else 1.0, 2.0] and again.weight == 2.0 + begun
-
-
-@pytest.mark.parametrize("rule", [{"delayed": True}, {"delayed": True, "local": True}], ids=str)
-def test_a_delayed_contribution_that_comes_back_brings_its_loss(rule: dict[str, Any]) -> None:
-    trainer = Trainer(**rule)
-    for loss, weight in ((4.0, 3.0), (1.0, 1.0)):
-        trainer.add(1.0, 2.0, weight=weight)
-        trainer.gradients.loss.add(loss, weight)
-        if loss == 4.0:
-            contribution = trainer.give()
-            assert contribution.loss == 4.0
-            trainer.gradients.forget()
-    trainer.gradients.on_returned(contribution)
-    assert trainer.give().loss == (3 * 4.0 + 1.0) / 4
+def test_a_delayed_contribution_of_local_steps_brings_its_loss_back() -> None:
+    trainer = Trainer(delayed=True, local=True)
+    trainer.add(1.0, 2.0, weight=3.0)
+    trainer.gradients.loss.add(4.0, 3.0)
+    given = trainer.give()
+    trainer.gradients.forget()
+    trainer.gradients.on_returned(given)
+    assert trainer.give().loss == 4.0
 
 
 @pytest.mark.parametrize("losses", [[math.nan], [math.inf, -math.inf], [3e38, 3e38], []], ids=str)

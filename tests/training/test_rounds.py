@@ -12,7 +12,7 @@ from colab_swarm.swarm.swarm import Swarm
 from colab_swarm.training.link_rounds import LinkRounds
 from colab_swarm.training.rounds import Ready
 from colab_swarm.training.settings import StepOffer
-from tests.training.toy import join_training, model, take, wait_for_peers
+from tests.training.toy import join_training, model, take, train_to, wait_for_peers
 
 COMMON_STEPS, IDLE_UNTIL_S, LAST = 3, 300.0, 90
 
@@ -79,8 +79,7 @@ def test_a_peer_whose_organizer_is_a_step_further_takes_the_state() -> None:
 
     def train(swarm: Swarm) -> tuple[Ready, Ready]:
         optimizer = join_training(swarm, net := model(), target_batch_size=4)
-        while optimizer.global_step < 2:
-            take(optimizer, net, optimizer.global_step, slice(0, 2))
+        train_to(2, optimizer, net, slice(0, 2))
         rounds = optimizer.rounds
         assert isinstance(rounds, LinkRounds)
 

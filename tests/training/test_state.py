@@ -59,20 +59,17 @@ async def test_a_state_arrives_whole_from_several_donors() -> None:
     assert set(got.donors) == {peers.id for peers in scene.donors.values()}
 
 
-async def test_a_donor_that_vanishes_half_way_costs_nothing_but_time() -> None:
+@pytest.mark.parametrize("fault", ["crash", "partition"])
+async def test_a_donor_that_vanishes_or_stalls_half_way_costs_some_time(fault: str) -> None:
     scene = Scene({"alice": snapshot(), "bob": snapshot()}, HOME)
-    scene.network.when(lambda m: isinstance(m, StateChunk), sender="bob", nth=6).crash("bob")
-    assert np.array_equal((await scene.download()).blob, BLOB)
-    assert [fault.name for fault in scene.network.fired] == ["crash"]
-
-
-async def test_a_donor_that_stalls_loses_its_chunks_once_the_others_have_nothing_to_do() -> None:
-    scene = Scene({"alice": snapshot(), "bob": snapshot()}, HOME)
-    stalled = scene.network.when(lambda m: isinstance(m, StateChunk), sender="bob", nth=3)
-    stalled.partition({"bob"}, {"alice", "joiner"})
+    bob_gives = scene.network.when(lambda m: isinstance(m, StateChunk), sender="bob", nth=3)
+    if fault == "crash":
+        bob_gives.crash("bob")
+    else:
+        bob_gives.partition({"bob"}, {"alice", "joiner"})
     got = await scene.download()
     assert np.array_equal(got.blob, BLOB) and loop_now() < 15
-    assert [fault.name for fault in scene.network.fired] == ["partition"]
+    assert [fired.name for fired in scene.network.fired] == [fault]
 
 
 @pytest.mark.parametrize("kind", [DescribeState, FetchState])

@@ -84,6 +84,14 @@ def take(
     return optimizer.step(samples=rows.stop - rows.start)
 
 
+def train_to(
+    step: int, optimizer: SwarmOptimizer, net: torch.nn.Module, rows: slice = slice(0, BATCH)
+) -> None:
+    """Take these rows of each step's batch until that step, as often as it takes."""
+    while optimizer.global_step < step:
+        take(optimizer, net, optimizer.global_step, rows)
+
+
 def mean_of(values: Any, loss: float | None = None) -> Mean:
     return Mean(HostVector(values), blake3(values.tobytes()).digest(), loss=loss)
 
