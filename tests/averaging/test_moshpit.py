@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from colab_swarm.averaging import moshpit
 from colab_swarm.averaging.moshpit import MoshpitAverager, MoshpitGrid, MoshpitResult, RoundMeter
 from colab_swarm.events import EventLog
-from colab_swarm.experiments.dedloc import GroupRun, Town, is_contribution, play
+from colab_swarm.experiments.dedloc import Town, is_contribution, play
 from colab_swarm.net.peers import PeerId
 from colab_swarm.sim import LAN, SimNetwork
 from colab_swarm.swarm.network import assemble, find_others
@@ -28,40 +28,29 @@ def some(share: float, seed: int) -> Callable[[str, int], bool]:
     return lambda name, round_: random.Random(f"{seed} {name} {round_}").random() < share
 
 
-def assert_exact(story: GroupRun, mean: Floats) -> None:
-    assert all(result.complete for result in story.results.values())
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("count", "clients", "group_size", "weights", "sides"),
+    [
+        (16, 0, 4, None, (4, 4)),
+        *(
+            (13, 0, size, [0, *range(1, 13)], sides)
+            for size, sides in ((2, (2, 2, 3)), (4, (3, 4)), (13, (13,)))
+        ),
+        # Every group needs a peer that can be dialled.
+        *((9, 6, 3, None, (3, 3)), (5, 4, 2, None, (5,)), (1, 0, 2, None, (1,))),
+    ],
+)
+def test_all_hold_the_exact_weighted_mean_after_a_round_per_side_of_the_grid(
+    count: int, clients: int, group_size: int, weights: list[float] | None, sides: tuple[int, ...]
+) -> None:
+    town = Town(count, clients=clients, group_size=group_size, weights=weights)
+    story = play(town)
+    mean = town.mean()
+    assert all(result.complete and result.sides == sides for result in story.results.values())
+    assert len(story.results) == count and len(story.history) == len(sides) + 1
     for values in story.means.values():
         np.testing.assert_allclose(values, mean, atol=1e-6)
-
-
-@pytest.mark.slow
-def test_sixteen_peers_in_groups_of_four_hold_the_exact_mean_after_two_rounds() -> None:
-    town = Town(16, group_size=4)
-    story = play(town)
-    assert len(story.results) == 16 and len(story.history) == 3
-    assert_exact(story, town.mean())
-    for result in story.results.values():
-        assert result.sides == (4, 4)
-        assert [len(one.contributors) for one in result.rounds if one] == [4, 4]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("group_size", [2, 4, 13])
-def test_a_number_without_factors_and_unequal_weights_give_the_exact_mean_too(group_size: int) -> None:
-    town = Town(13, group_size=group_size, weights=[0, *range(1, 13)])
-    assert_exact(play(town), town.mean())
-
-
-@pytest.mark.parametrize(
-    ("count", "clients", "group_size", "sides"), [(9, 6, 3, (3, 3)), (5, 4, 2, (5,)), (1, 0, 2, (1,))]
-)
-def test_peers_that_only_dial_out_are_spread_such_that_every_group_can_average(
-    count: int, clients: int, group_size: int, sides: tuple[int, ...]
-) -> None:
-    town = Town(count, clients=clients, group_size=group_size)
-    story = play(town)
-    assert_exact(story, town.mean())
-    assert {result.sides for result in story.results.values()} == {sides}
 
 
 @pytest.mark.slow

@@ -87,32 +87,23 @@ def delay(swarm: Swarm | None, net: Net, folder: Path) -> None:
     torch.save(torch.stack(seen), folder / f"seen {dist.get_rank()}")
 
 
-def die(swarm: Swarm | None, net: Net, folder: Path) -> None:
-    """The rank that the folder's name ends with dies in the second step."""
-    optimizer = begin(swarm, net)
+def lose(swarm: Swarm | None, net: Net, folder: Path) -> None:
+    """The rank that the folder's name ends with dies in the second step; or hangs: does not come to it, and lives."""
+    way, lost = folder.name.split()
+    optimizer = begin(swarm, net, timeout_s=6.0 if way == "hangs" else 40.0)
     optimizer.step(**backward(net, 0, slice(0, BATCH)))
-    if folder.name.endswith(str(dist.get_rank())):
-        os._exit(7)
+    output = folder / "error"
+    if dist.get_rank() == int(lost):
+        if way == "dies":
+            os._exit(7)
+        while not output.exists():
+            time.sleep(0.05)
+        return
     try:
         while True:
             optimizer.step(**backward(net, 1, slice(0, BATCH)))
     except HostError as error:
-        (folder / f"error {dist.get_rank()}").write_text(str(error))
-
-
-def hang(swarm: Swarm | None, net: Net, folder: Path) -> None:
-    """Rank 1 does not come to the second step, and lives."""
-    optimizer = begin(swarm, net, timeout_s=6.0)
-    optimizer.step(**backward(net, 0, slice(0, BATCH)))
-    output = folder / "error 0"
-    if dist.get_rank():
-        while not output.exists():
-            time.sleep(0.05)
-    else:
-        try:
-            optimizer.step(**backward(net, 1, slice(0, BATCH)))
-        except HostError as error:
-            output.write_text(str(error))
+        output.write_text(str(error))
 
 
 def with_batch_norm() -> Net:
@@ -266,7 +257,7 @@ def buffers(swarm: Swarm | None, net: Net, folder: Path) -> None:
 Scenario: TypeAlias = Callable[[Swarm | None, Net, Path], None]
 SCENARIOS: dict[str, Scenario] = {
     "equal": make_equal,
-    **{one.__name__: one for one in (train, delay, die, hang, overflow, ragged, accelerated, buffers)},
+    **{one.__name__: one for one in (train, delay, lose, overflow, ragged, accelerated, buffers)},
 }
 
 if __name__ == "__main__":

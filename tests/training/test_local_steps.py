@@ -1,23 +1,19 @@
 """Local steps (DiLoCo) and traffic budgets: fewer rounds, the same training for all."""
 
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 
-import colab_swarm as cs
-from colab_swarm.events import RoundFinished
 from colab_swarm.net.carrier import NodeSettings, Path
 from colab_swarm.net.peers import PeerId
 from colab_swarm.net.traffic import REMEMBERED_RATES, Metering
 from colab_swarm.swarm.swarm import Swarm
 from colab_swarm.training import settings as module
 from tests.training import toy
-from tests.training.toy import join_training, model, parameters_of, take, train_freely
+from tests.training.toy import join_training, model, parameters_of, take
 
 STEPS = 4
-BOTH = {"overlap": True, "compression": "sparseloco"}
 
 
 @pytest.mark.parametrize("overlap", [False, True])
@@ -31,41 +27,6 @@ def test_waiting_in_vain_loses_no_local_step(overlap: bool) -> None:
 
     before, after = toy.alone(train)
     assert torch.equal(before, after) and not torch.equal(before, parameters_of(model()))
-
-
-def train_to_the_end(swarm: Swarm, steps: int, **settings: Any) -> tuple[torch.Tensor, bytes]:
-    """As `train_freely`; the parameters after the end, without local steps."""
-    _, lineage = train_freely(swarm, steps, **settings)
-    (optimizer,) = swarm.optimizers.values()
-    optimizer.close()
-    return torch.cat([one.detach().flatten() for one in optimizer.param_groups[0]["params"]]), lineage
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("settings", [{}, {"overlap": True}, {"compression": "sparseloco"}, BOTH], ids=str)
-def test_peers_agree_though_one_joins_late_and_one_is_killed(settings: dict[str, Any]) -> None:
-    with cs.simulate(3, network="home", seed=3, samples_per_s=10.0) as sim:
-        sim.join("erin", at=8.5)
-        # Between two rounds: in one its part would be lost.
-        sim.network.at(10.5 if settings.get("overlap") else 9.8).crash("carol")
-        sim.join("carol", at=12.5)
-        options = {"target_batch_size": 20, "local_steps": STEPS, **settings}
-        results = sim.run(lambda swarm: train_to_the_end(swarm, 6, **options))
-        rounds = sim.swarms["alice"].events.recent(RoundFinished)
-        assert len(rounds) == 6 and [fault.name for fault in sim.network.fired] == ["crash"]
-        assert all(r.samples >= 20 * STEPS for r in rounds if isinstance(r, RoundFinished))
-    assert len(results) == 4 and len({lineage for _, lineage in results.values()}) == 1
-    first, *others = [parameters for parameters, _ in results.values()]
-    assert all(torch.equal(first, other) for other in others)
-
-
-@pytest.mark.parametrize("steps", [0, -1, 1001, 2.5, "auto"])
-def test_a_senseless_number_of_local_steps_raises_at_once(steps: object) -> None:
-    def train(swarm: Swarm) -> None:
-        with pytest.raises(ValueError, match="pass 1 to 1000"):
-            join_training(swarm, model(), local_steps=steps)
-
-    toy.alone(train)
 
 
 MB = 1_000_000

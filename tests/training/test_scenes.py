@@ -274,20 +274,23 @@ SCENES = {
     "one is paused, with local steps": Scene(life=pause, settings={"local_steps": 2}, fewest=6, blamed=True),
     "one waits for each step": Scene(life=wait),
     "one is interrupted in a step that waits": Scene(life=interrupt, blamed=True, faults=("interrupt",)),
-    "one dies, with overlap": Scene(
-        lambda network: network.at(61.0).crash("bob"),
-        settings={"overlap": True},
-        dead=("bob",),
-        faults=("crash",),
-    ),
-    "one dies, with local steps": Scene(
-        lambda network: network.at(61.0).crash("bob"),
-        settings={"local_steps": 2},
-        fewest=4,
-        dead=("bob",),
-        blamed=True,
-        faults=("crash",),
-    ),
+    **{
+        f"one dies and a fast one joins, with {name}": Scene(
+            lambda network: network.at(61.0).crash("bob"),
+            settings=settings,
+            late=("zoe", 70.0),
+            fewest=4,
+            dead=("bob",),
+            blamed=True,
+            faults=("crash",),
+        )
+        for name, settings in {
+            "overlap": {"overlap": True},
+            "local steps": {"local_steps": 2},
+            "sparse local steps": {"local_steps": 2, "compression": "sparseloco"},
+            "all of it": {"local_steps": 2, "compression": "sparseloco", "overlap": True},
+        }.items()
+    },
     "one evaluates for a minute": Scene(life=evaluate_long, blamed=True),
     "a link carries nothing one way": Scene(
         cut_one_way, short=1, blamed=True, faults=("cut one way", "heal")

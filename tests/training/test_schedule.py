@@ -1,5 +1,6 @@
 """Only the scheduler that the swarm steps changes an optimizer's settings, and none can part the peers."""
 
+import copy
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -120,6 +121,7 @@ def test_a_scheduler_over_the_swarms_optimizer_is_refused(make: Callable[..., An
         )
         with pytest.raises(ValueError, match=r"scheduler=… to swarm.optimizer"):
             make(optimizer)
+        assert (optimizer.param_groups[0]["lr"], optimizer.param_groups[0]["momentum"]) == (0.1, 0.5)
         for step in range(2):
             toy.take(optimizer, net, step)
             optimizer.wait_step(1.0)
@@ -198,62 +200,11 @@ def test_a_scheduler_that_raises_leaves_the_replica_as_it_was(
         assert (replica.step, replica.lineage) == (before.manifest.step, before.manifest.subject)
 
 
-def test_peers_whose_scheduler_raises_stay_equal_however_often_the_cell_is_run() -> None:
-    def run(swarm: Swarm) -> tuple[torch.Tensor, bytes, int]:
-        net = toy.model()
-        inner = SGD(net.parameters(), lr=0.1)
-        scheduler = OneCycleLR(inner, 0.1, total_steps=3)
-        optimizer = swarm.optimizer(inner, target_batch_size=10, scheduler=scheduler)
-        toy.wait_for_peers(swarm, optimizer, 2)
-        said = 0
-        while said < (2 if swarm.name == "bob" else 4):
-            try:
-                toy.take(optimizer, net, optimizer.global_step, slice(0, 5))
-            except ValueError as error:
-                assert "total" in str(error)
-                said += 1
-        return toy.parameters_of(net), optimizer.lineage, optimizer.global_step
-
-    with cs.simulate(2) as sim:
-        (parameters, lineage, step), (others, theirs, their_step) = sim.run(run).values()
-    assert torch.equal(parameters, others) and (lineage, step) == (theirs, their_step) and step == 3
-
-
 SCHEDULERS: dict[str, Callable[[Any], Any]] = {
     "one cycle, of the momentum too": lambda one: OneCycleLR(one, 0.1, total_steps=9),
     "in sequence": lambda one: SequentialLR(one, [StepLR(one, 1), ExponentialLR(one, 0.5)], milestones=[2]),
     "chained": lambda one: ChainedScheduler([StepLR(one, 2), ExponentialLR(one, 0.9)]),
 }
-
-
-@pytest.mark.parametrize("make", SCHEDULERS.values(), ids=SCHEDULERS)
-@pytest.mark.parametrize("rate", [0.1, torch.tensor(0.1)], ids=["number", "tensor"])
-def test_steps_with_a_scheduler_are_those_of_plain_torch(make: Callable[[Any], Any], rate: Any) -> None:
-    def optimizer_of(net: torch.nn.Module) -> Adam:
-        copied = rate.clone() if isinstance(rate, torch.Tensor) else rate
-        return Adam(net.parameters(), lr=copied, betas=(0.9, 0.99))
-
-    def swarms(swarm: Swarm) -> tuple[torch.Tensor, float]:
-        net = toy.model()
-        inner = optimizer_of(net)
-        optimizer = swarm.optimizer(inner, target_batch_size=10, scheduler=make(inner))
-        for step in range(5):
-            toy.take(optimizer, net, step)
-        return toy.parameters_of(net), float(inner.param_groups[0]["lr"])
-
-    net = toy.model()
-    plain = optimizer_of(net)
-    scheduler = make(plain)
-    for step in range(5):
-        plain.zero_grad()
-        toy.loss_of(net, step).backward()
-        plain.step()
-        scheduler.step()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", UserWarning)  # torch warns of a scheduler that comes first
-        parameters, last = toy.alone(swarms)
-    torch.testing.assert_close(parameters, toy.parameters_of(net))
-    assert last == pytest.approx(float(plain.param_groups[0]["lr"]))
 
 
 class Counting(SGD):
@@ -272,8 +223,7 @@ def test_an_optimizer_may_count_in_its_groups(local_steps: int) -> None:
         optimizer = swarm.optimizer(
             inner, target_batch_size=10, scheduler=StepLR(inner, 1), communication=alone_for(local_steps)
         )
-        while optimizer.global_step < 3:
-            toy.take(optimizer, net, optimizer.global_step)
+        toy.train_to(3, optimizer, net)
         return inner.param_groups[0]["k"], local_steps
 
     steps, per_round = toy.alone(run)
@@ -299,16 +249,26 @@ def test_a_loaded_state_is_no_change_from_outside() -> None:
     assert rates == [pytest.approx(0.01)] and epoch == 1
 
 
-def test_a_grad_scaler_and_a_scheduler_work_together() -> None:
+@pytest.mark.parametrize("unscales", [False, True])
+@pytest.mark.parametrize("delayed", [False, True])
+def test_a_grad_scaler_drives_optimizer_and_scheduler_and_skips_overflow(
+    delayed: bool, unscales: bool
+) -> None:
     def run(swarm: Swarm) -> tuple[torch.Tensor, float]:
         inner = SGD((net := toy.model()).parameters(), lr=0.1)
-        optimizer = swarm.optimizer(inner, target_batch_size=10, scheduler=StepLR(inner, 1, gamma=0.5))
+        settings = toy.exchanged({"target_batch_size": 10, "overlap": delayed})
+        optimizer = swarm.optimizer(inner, scheduler=StepLR(inner, 1, gamma=0.5), **settings)
         scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8)
         for step, factor in ((0, 1.0), (1, float("inf")), (1, 1.0)):
             scaler.scale(toy.loss_of(net, step) * factor).backward()
+            if unscales:  # to clip
+                scaler.unscale_(optimizer)
             scaler.step(optimizer, samples=10)
             scaler.update()
             optimizer.scheduler.step()  # as a framework does
+            if delayed:
+                optimizer.wait_step(timeout_s=1.0)  # nothing is stale
+        assert scaler.get_scale() < 2.0**8
         return toy.parameters_of(net), inner.param_groups[0]["lr"]
 
     net = toy.model()
@@ -332,15 +292,21 @@ LOSS_SCHEDULERS: dict[str, Callable[[Any], Any]] = {
     "a plateau with a cooldown": lambda inner: ReduceLROnPlateau(inner, "max", 0.5, 1, cooldown=1),
     "one of the user's": NeedsLoss,
 }
-HALVES = {"alice": slice(0, 3), "bob": slice(3, 10)}
+ROWS_OF = {"alice": slice(0, 3), "bob": slice(3, 10)}
 STEPS = 8
 Course = tuple[torch.Tensor, bytes, dict[int, float], dict[str, Any]]
 
 
-def course(swarm: Swarm, make: Callable[[Any], Any] = plateau, local_steps: int = 1) -> Course:
+def sgd(net: torch.nn.Module, rate: Any = 0.2) -> SGD:
+    return SGD(net.parameters(), lr=copy.deepcopy(rate), momentum=0.5)
+
+
+def course(
+    swarm: Swarm, make: Callable[[Any], Any] = plateau, local_steps: int = 1, rate: Any = 0.2
+) -> Course:
     """Each peer's own rows of each step. Returns weights, lineage, the rate after each step, the scheduler's state."""
     net = toy.model()
-    inner = SGD(net.parameters(), lr=0.2)
+    inner = sgd(net, rate)
     optimizer = swarm.optimizer(
         inner,
         target_batch_size=10,
@@ -348,7 +314,7 @@ def course(swarm: Swarm, make: Callable[[Any], Any] = plateau, local_steps: int 
         min_peers=2,
         communication=alone_for(local_steps),
     )
-    rows = HALVES[swarm.name]
+    rows = ROWS_OF[swarm.name]
     rates = {}
     for step in range(optimizer.global_step, STEPS):
         for _ in range(local_steps):
@@ -357,14 +323,22 @@ def course(swarm: Swarm, make: Callable[[Any], Any] = plateau, local_steps: int 
             optimizer.step(samples=rows.stop - rows.start, loss=loss)
         while optimizer.global_step == step:
             optimizer.wait_step()
-        rates[optimizer.global_step] = inner.param_groups[0]["lr"]
+        rates[optimizer.global_step] = float(inner.param_groups[0]["lr"])
     return toy.parameters_of(net), optimizer.lineage, rates, optimizer.scheduler.state_dict()
 
 
-@pytest.mark.parametrize("make", LOSS_SCHEDULERS.values(), ids=LOSS_SCHEDULERS)
-def test_a_plateau_of_two_peers_is_that_of_one_process_with_the_joined_loss(make: Callable[..., Any]) -> None:
+@pytest.mark.parametrize(
+    ("make", "rate"),
+    [
+        *(pytest.param(make, 0.2, id=name) for name, make in (SCHEDULERS | LOSS_SCHEDULERS).items()),
+        *(pytest.param(make, torch.tensor(0.2), id=f"{name}, a tensor") for name, make in SCHEDULERS.items()),
+    ],
+)
+def test_a_schedule_of_two_peers_is_that_of_one_process_with_the_joined_loss(
+    make: Callable[[Any], Any], rate: Any
+) -> None:
     net = toy.model()
-    plain = SGD(net.parameters(), lr=0.2)
+    plain = sgd(net, rate)
     scheduler = make(plain)
     expected = {}
     for step in range(STEPS):
@@ -372,12 +346,13 @@ def test_a_plateau_of_two_peers_is_that_of_one_process_with_the_joined_loss(make
         loss = toy.loss_of(net, step)
         loss.backward()
         plain.step()
-        scheduler.step(loss.item())
-        expected[step + 1] = plain.param_groups[0]["lr"]
+        scheduler.step(*([loss.item()] if make in LOSS_SCHEDULERS.values() else []))
+        expected[step + 1] = float(plain.param_groups[0]["lr"])
     assert len(set(expected.values())) > 1
-    with cs.simulate(2) as sim:
+    with cs.simulate(2) as sim, warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)  # torch warns of a scheduler that comes first
         (parameters, lineage, rates, _), (others, theirs, their_rates, _) = sim.run(
-            lambda swarm: course(swarm, make)
+            lambda swarm: course(swarm, make, rate=rate)
         ).values()
     assert torch.equal(parameters, others) and lineage == theirs and rates == their_rates
     assert rates == pytest.approx(expected, rel=1e-6)
@@ -389,7 +364,7 @@ def test_a_late_joiner_has_the_plateaus_counters_with_the_state(local_steps: int
     def run(swarm: Swarm) -> Course:
         if swarm.name != "carol":
             return course(swarm, local_steps=local_steps)
-        inner = SGD(toy.model(9).parameters(), lr=0.2)
+        inner = sgd(toy.model(9))
         scheduler = ReduceLROnPlateau(inner, factor=0.1)
         optimizer = swarm.optimizer(
             inner, target_batch_size=10, scheduler=scheduler, communication=alone_for(local_steps)

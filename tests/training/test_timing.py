@@ -25,15 +25,6 @@ def times_of(*calls: tuple[float, float | None], on: torch.device = CPU) -> Step
     return times
 
 
-def test_the_share_is_the_time_outside_step() -> None:
-    times = times_of((0.0, 1.0), (9.0, 12.0), (20.0, 21.0))
-    assert [(turn.at, turn.own_s, turn.step_s) for turn in times.turns] == [
-        (12.0, 8.0, 3.0),
-        (21.0, 8.0, 1.0),
-    ]
-    assert times.share(21.0) == 16.0 / 20.0
-
-
 @pytest.mark.parametrize(
     ("now", "share"),
     [(21.0, 0.8), (71.0, 0.8), (72.0, 8.0 / 9.0), (80.9, 8.0 / 9.0), (81.0, 0.0), (1e6, 0.0)],
@@ -43,23 +34,23 @@ def test_only_turns_of_the_last_minute_count(now: float, share: float) -> None:
 
 
 @pytest.mark.parametrize(
-    "calls",
+    ("calls", "turns"),
     [
-        [],
-        [(5.0, 6.0)],
-        [(5.0, None), (8.0, 9.0)],
-        [(0.0, 1.0), (5.0, None), (8.0, 9.0)],
-        [(0.0, 1.0), (5.0, None), (6.0, None), (8.0, 9.0)],
+        ([(0.0, 1.0), (9.0, 12.0), (20.0, 21.0)], [(12.0, 8.0, 3.0), (21.0, 8.0, 1.0)]),
+        ([], []),
+        ([(5.0, 6.0)], []),
+        ([(5.0, None), (8.0, 9.0)], []),
+        ([(0.0, 1.0), (5.0, None), (8.0, 9.0)], []),
+        ([(0.0, 1.0), (5.0, None), (6.0, None), (8.0, 9.0)], []),
+        ([(0.0, 1.0), (2.0, None), (8.0, 9.0), (12.0, 13.0)], [(13.0, 3.0, 1.0)]),
     ],
 )
-def test_a_turn_needs_two_calls_that_end(calls: list[tuple[float, float | None]]) -> None:
+def test_a_turn_is_between_the_ends_of_two_calls_and_one_that_raised_spoils_only_its_own(
+    calls: list[tuple[float, float | None]], turns: list[tuple[float, float, float]]
+) -> None:
     times = times_of(*calls)
-    assert (list(times.turns), times.share(9.0)) == ([], 0.0)
-
-
-def test_a_call_that_raised_spoils_only_its_own_turn() -> None:
-    times = times_of((0.0, 1.0), (2.0, None), (8.0, 9.0), (12.0, 13.0))
-    assert [(turn.own_s, turn.step_s) for turn in times.turns] == [(3.0, 1.0)]
+    assert [(turn.at, turn.own_s, turn.step_s) for turn in times.turns] == turns
+    assert turns or times.share(9.0) == 0.0
 
 
 class Event:
