@@ -22,7 +22,6 @@ from colab_swarm.net.peers import Contact, Message, PeerId, Role, Stream, Stream
 
 DEADLINE_S = 120.0  # only a hang reaches it; no test measures speed by it
 LOOPBACK = NodeSettings(host="127.0.0.1")
-Meeting = AsyncIterator[list[Node]]
 
 
 class Echo(Message, frozen=True):
@@ -57,28 +56,6 @@ async def start(name: str, settings: NodeSettings = LOOPBACK, **more: Any) -> No
     return await Node.start(identity(name), settings, more.pop("events", EventLog()), **more)
 
 
-@asynccontextmanager
-async def peers(
-    *names: str, settings: NodeSettings = LOOPBACK, events: EventLog | None = None, **changes: Any
-) -> AsyncIterator[list[Node]]:
-    """Peers that know each other and answer `Echo`, with these events and changes of the settings."""
-    own = replace(settings, **changes)
-    nodes = [await start(name, own, events=events or EventLog()) for name in names]
-    introduce(nodes)
-    try:
-        yield nodes
-    finally:
-        for node in nodes:
-            await node.close()
-
-
-def candidates(*relays: Node) -> Callable[[], Coroutine[Any, Any, list[Contact]]]:
-    async def known() -> list[Contact]:
-        return [relay.contact for relay in relays]
-
-    return known
-
-
 class Viewers(OpenAdmission):
     def __init__(self, names: Iterable[str]) -> None:
         self._keys = {identity(name).public_key for name in names}
@@ -88,23 +65,35 @@ class Viewers(OpenAdmission):
 
 
 @asynccontextmanager
-async def meet(
-    *names: str, clients: Sequence[str] = (), viewers: Sequence[str] = (), iroh: bool = False
-) -> Meeting:
+async def peers(
+    *names: str,
+    settings: NodeSettings = LOOPBACK,
+    events: EventLog | None = None,
+    clients: Sequence[str] = (),
+    viewers: Sequence[str] = (),
+    **changes: Any,
+) -> AsyncIterator[list[Node]]:
     """Peers that know each other and answer `Echo`; the ``clients`` cannot be dialled."""
     async with AsyncExitStack() as stack:
         nodes = []
         for name in names:
-            listen = name not in clients
-            by = {"listen": False, "iroh": "direct" if listen else None} if iroh else {"listen": listen}
-            nodes.append(await start(name, replace(LOOPBACK, **by), admission=Viewers(viewers)))  # type: ignore[arg-type]
-            stack.push_async_callback(nodes[-1].close)
+            own = replace(settings, **changes | ({"listen": False, "iroh": None} if name in clients else {}))
+            node = await start(name, own, events=events or EventLog(), admission=Viewers(viewers))
+            stack.push_async_callback(node.close)
+            nodes.append(node)
         introduce(nodes)
         yield nodes
 
 
-meet_by_iroh = partial(meet, iroh=True)
+peers_by_iroh = partial(peers, listen=False, iroh="direct")
 without_iroh = pytest.mark.skipif(find_spec("iroh") is None, reason="iroh has no wheel for this platform")
+
+
+def candidates(*relays: Node) -> Callable[[], Coroutine[Any, Any, list[Contact]]]:
+    async def known() -> list[Contact]:
+        return [relay.contact for relay in relays]
+
+    return known
 
 
 def introduce(everyone: Sequence[Node]) -> None:

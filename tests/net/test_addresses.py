@@ -53,13 +53,10 @@ def test_a_peers_own_word_replaces_what_others_told_of_which_the_newest_is_kept(
     assert book.find(BOB).addresses == ("ws://own",)
     book.replace(Contact(BOB))
     assert book.find(BOB) == Contact(BOB)
-    for name in (b"a", b"c", b"d"):
-        book.learn(Contact(PeerId(name * 32), ("ws://a",)))
-    assert [bool(book.find(PeerId(name * 32)).addresses) for name in (b"a", b"c", b"d")] == [
-        False,
-        True,
-        True,
-    ]
+    others = [PeerId(name * 32) for name in (b"a", b"c", b"d")]
+    for other in others:
+        book.learn(Contact(other, ("ws://a",)))
+    assert [bool(book.find(other).addresses) for other in others] == [False, True, True]
 
 
 @pytest.mark.parametrize("wrong", [*WRONG.split(), "", f"{LONGEST}h"])

@@ -13,15 +13,16 @@ from colab_swarm.net import peers
 from colab_swarm.net.identity import id_of, verify
 from colab_swarm.net.node import Node
 from colab_swarm.net.peers import Contact, Message, PeerId, Refusal, Role, Stream, StreamEnded
-from tests.net.swarm import Echo, Piece, Talk, items, meet, meet_by_iroh, push, sink, until, without_iroh
+from tests.net.swarm import Echo, Piece, Talk, items, peers_by_iroh, push, sink, until, without_iroh
+from tests.net.swarm import peers as on_loopback
 from tests.sim.talk import simulated
 
 Meet = Callable[..., AbstractAsyncContextManager[list[Any]]]
 pytestmark = pytest.mark.parametrize(
     "meet",
     [
-        pytest.param(meet, id="internet"),
-        pytest.param(meet_by_iroh, id="iroh", marks=without_iroh),
+        pytest.param(on_loopback, id="internet"),
+        pytest.param(peers_by_iroh, id="iroh", marks=without_iroh),
         pytest.param(simulated, id="simulation", marks=pytest.mark.virtual_time),
     ],
 )
@@ -248,7 +249,7 @@ async def test_a_slow_reader_blocks_its_own_stream_only(meet: Meet) -> None:
         assert await slow == 60
 
 
-async def test_a_reset_reaches_the_peer(meet: Meet) -> None:
+async def test_a_reset_and_an_undecodable_item_end_the_stream_at_both_ends(meet: Meet) -> None:
     seen: list[Exception] = []
 
     async def collect(opening: Talk, stream: Stream) -> None:
@@ -257,8 +258,13 @@ async def test_a_reset_reaches_the_peer(meet: Meet) -> None:
         except PeerLost as error:
             seen.append(error)
 
+    async def send_text(opening: Echo, stream: Stream) -> None:
+        await stream.send(Echo(b"no piece"))
+        await stream.receive(Piece)
+
     async with meet("alice", "bob") as (alice, bob):
         bob.serve_stream(Talk, collect)
+        bob.serve_stream(Echo, send_text)
         with pytest.raises(RuntimeError):
             async with await alice.stream(bob.id, Talk(), timeout_s=5) as stream:
                 raise RuntimeError
@@ -266,17 +272,7 @@ async def test_a_reset_reaches_the_peer(meet: Meet) -> None:
         assert "RuntimeError" in str(seen[0])
         with pytest.raises(PeerLost):
             await stream.receive(Piece)
-
-
-async def test_an_undecodable_item_resets_the_stream(meet: Meet) -> None:
-    async with meet("alice", "bob") as (alice, bob):
-
-        async def send_text(opening: Talk, stream: Stream) -> None:
-            await stream.send(Echo(b"no piece"))
-            await stream.receive(Piece)
-
-        bob.serve_stream(Talk, send_text)
-        stream = await alice.stream(bob.id, Talk(), timeout_s=5)
+        stream = await alice.stream(bob.id, Echo(), timeout_s=5)
         with pytest.raises(ProtocolError, match="not a valid Piece"):
             await stream.receive(Piece)
         with pytest.raises(PeerLost):

@@ -58,13 +58,9 @@ def test_the_authority_admits_directly_and_through_an_invitation() -> None:
     assert admit(own, now=NOW + HOUR) is Role.WORKER and own.expires_at == NOW + 10 * HOUR
 
 
-def test_a_peer_without_membership_is_a_guest_at_the_authority_and_nowhere_else() -> None:
+def test_a_peer_without_membership_is_a_guest_for_a_minute_at_the_authority_alone() -> None:
     refused(b"", "no membership: join with an invitation")
-    assert admission(AUTHORITY).admit(ALICE.public_key, b"", now=NOW) is Role.GUEST
     assert admission(AUTHORITY).admit(ALICE.public_key, b"garbage", now=NOW) is Role.GUEST
-
-
-def test_a_guest_has_a_minute_and_a_member_is_no_guest_any_more() -> None:
     at = admission(AUTHORITY)
     for seconds in (0, GUEST_S):
         assert at.admit(ALICE.public_key, b"", now=NOW + seconds) is Role.GUEST
@@ -147,41 +143,33 @@ def test_any_bytes_are_no_membership_and_no_revocations(data: bytes) -> None:
         admission().learn(data)
 
 
-def revocations(*subjects: PeerId, version: int = 1, sign: Any = AUTHORITY.sign) -> bytes:
-    return module.Revocations(RUN, version, subjects).signed(sign).encode()
+def revocations(*subjects: PeerId, version: int = 1, sign: Any = AUTHORITY.sign, run_id: str = RUN) -> bytes:
+    return module.Revocations(run_id, version, subjects).signed(sign).encode()
 
 
-def test_a_revoked_peer_is_out_and_so_are_the_members_of_a_revoked_invitation() -> None:
+def test_a_list_of_revocations_through_its_life() -> None:
     at, invited = admission(), Membership.by_invitation(grant(), LINK, key=ALICE.public_key, now=NOW)
     assert admit(invited, at=at) is Role.WORKER
     assert at.learn(revocations(LINK.id))
     with pytest.raises(NotAdmitted, match="revoked"):
         admit(invited, at=at)
     assert admit(membership(), at=at) is Role.WORKER
-    assert at.learn(revocations(ALICE.id, version=2))
+    assert at.learn(revocations(ALICE.id, version=5))
     with pytest.raises(NotAdmitted, match="revoked"):
         admit(membership(), at=at)
     guarded = admission(AUTHORITY)
     guarded.learn(revocations(ALICE.id))
     with pytest.raises(NotAdmitted, match="revoked"):  # not even a guest
         guarded.admit(ALICE.public_key, b"", now=NOW)
-
-
-def test_only_newer_lists_by_the_authority_are_taken() -> None:
-    at = admission()
-    assert at.learn(revocations(ALICE.id, version=5))
+    # only newer ones by the authority are taken
     assert not at.learn(revocations(version=5)) and not at.learn(revocations(version=4))
-    with pytest.raises(ProtocolError, match="not signed"):
-        at.learn(revocations(version=6, sign=BOB.sign))
-    with pytest.raises(ProtocolError, match="not signed"):
-        at.learn(module.Revocations("other-run", 6).signed(AUTHORITY.sign).encode())
+    for forged in (revocations(version=6, sign=BOB.sign), revocations(version=6, run_id="other-run")):
+        with pytest.raises(ProtocolError, match="not signed"):
+            at.learn(forged)
     assert at.revoked.subjects == (ALICE.id,)
-
-
-def test_the_list_is_bounded_and_forgets_the_oldest() -> None:
+    # it is bounded, and forgets the oldest
     subjects = tuple(PeerId(i.to_bytes(32)) for i in range(module.MAX_REVOKED))
-    full = module.Revocations(RUN, 7, subjects)
-    more = full.adding(ALICE.id, now=NOW, sign=AUTHORITY.sign)
+    more = module.Revocations(RUN, 7, subjects).adding(ALICE.id, now=NOW, sign=AUTHORITY.sign)
     assert more.subjects == (*subjects[1:], ALICE.id) and more.version == int(NOW)
     assert len(more.encode()) < 32_000  # a record of the DHT
     again = more.adding(ALICE.id, now=0.0, sign=AUTHORITY.sign)

@@ -25,6 +25,7 @@ from colab_swarm.net.peers import (
     Stream,
 )
 
+WHOLE = encode(FrameKind.ITEM, 1, b"", bytes(MAX_PAYLOAD_BYTES))
 PAYLOAD = bytes((1 << 16) - ITEM_OVERHEAD_BYTES)  # an item of it costs a 32nd of the window
 
 
@@ -132,8 +133,14 @@ def test_a_stream_is_over_after_both_ends_or_one_reset_which_drops_late_items() 
     assert pair.alice.quiet and pair.bob.quiet
 
 
+def oversized(kind: FrameKind, message_bytes: int, payload_bytes: int) -> bytes:
+    """A packet whose header names lengths that it has no room for."""
+    header = HEADER.pack(1, payload_bytes, message_bytes << 8 | kind)
+    return header.ljust(MAX_PACKET_BYTES, b"\0")
+
+
 @pytest.mark.parametrize(
-    ("frames", "text"),
+    ("packets", "fault"),
     [
         ([encode(FrameKind.REPLY, 2)], "never opened"),
         ([encode(FrameKind.ITEM, 1)], "never opened"),
@@ -145,25 +152,7 @@ def test_a_stream_is_over_after_both_ends_or_one_reset_which_drops_late_items() 
         ([encode(FrameKind.OPEN, 1), credit((1 << 31) - (1 << 21)), credit(1)], "for 2147483649 bytes"),
         ([encode(FrameKind.PING, 0, bytes(33))], "a ping of 33"),
         ([encode(FrameKind.OPEN, 1), *[encode(FrameKind.ITEM, 1, b"", PAYLOAD)] * 33], "without credit"),
-    ],
-)
-def test_breaking_the_rules_is_a_protocol_error(frames: list[bytes], text: str) -> None:
-    with pytest.raises(ProtocolError, match=text):
-        receive(end(initiator=False), *frames)
-
-
-def oversized(kind: FrameKind, message_bytes: int, payload_bytes: int) -> bytes:
-    """A packet whose header names lengths that it has no room for."""
-    header = HEADER.pack(1, payload_bytes, message_bytes << 8 | kind)
-    return header.ljust(MAX_PACKET_BYTES, b"\0")
-
-
-WHOLE = encode(FrameKind.ITEM, 1, b"", bytes(MAX_PAYLOAD_BYTES))
-
-
-@pytest.mark.parametrize(
-    ("packets", "fault"),
-    [
+        # malformed; these are refused before memory is set aside
         ([encode(FrameKind.ITEM, 1, b"message", b"payload")[:-1]], "truncated"),
         ([encode(FrameKind.PING, 0) * 2 + b"x"], "truncated"),
         ([oversized(FrameKind.ITEM, 0, MAX_PAYLOAD_BYTES + 1)], "oversized"),
@@ -173,9 +162,9 @@ WHOLE = encode(FrameKind.ITEM, 1, b"", bytes(MAX_PAYLOAD_BYTES))
         ([to_packets([WHOLE])[0], encode(FrameKind.PING, 0)], "do not continue"),
     ],
 )
-def test_a_malformed_frame_is_refused_before_memory_is_set_aside(packets: list[bytes], fault: str) -> None:
+def test_breaking_the_rules_is_a_protocol_error(packets: list[bytes], fault: str) -> None:
     with pytest.raises(ProtocolError, match=fault):
-        read_all(packets)
+        receive(end(initiator=False), *packets)
 
 
 def read_all(packets: list[bytes]) -> list[Frame]:

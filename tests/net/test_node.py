@@ -50,15 +50,6 @@ async def test_two_peers_with_one_identity_say_so() -> None:
             await alice.call(bob.id, Echo(), Echo, timeout_s=5)
 
 
-async def test_an_address_without_a_peer_is_unreachable() -> None:
-    async with peers("alice", "bob") as (alice, bob):
-        with pytest.raises(OSError, match="Connect call failed"):
-            await asyncio.open_connection("127.0.0.2", bob.port)  # its host is 127.0.0.1
-        await bob.close()
-        with pytest.raises(PeerUnreachable, match=r"127\.0\.0\.1"):
-            await alice.call(bob.id, Echo(), Echo, timeout_s=5)
-
-
 async def test_an_address_that_accepts_and_is_silent_delays_the_others_and_does_not_stop_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -93,20 +84,6 @@ async def test_the_fault_of_a_handler_is_an_event() -> None:
     assert faults == [("call handler", "RuntimeError: a bug"), ("stream handler", "RuntimeError: another")]
 
 
-async def test_events_and_listeners_report_joining_and_leaving_peers() -> None:
-    events, own_events, lost = EventLog(), EventLog(), []
-    async with peers("alice", events=events) as (alice,):
-        alice.on_lost(lost.append)
-        async with peers("bob", events=own_events) as (bob,):
-            bob.learn(alice.contact)
-            await bob.call(alice.id, Echo(), Echo, timeout_s=5)
-        await until(lambda: bool(lost))
-    assert lost == [bob.id]
-    assert [event.peer for event in events.recent(PeerJoined)] == [bob.id.hex()]
-    assert [(one.peer, one.reason) for one in events.recent(PeerLeft)] == [(bob.id.hex(), "the peer left")]
-    assert own_events.recent(PeerJoined) and not own_events.recent(PeerLeft)  # the others stay
-
-
 @pytest.mark.parametrize(("own", "other"), [(SMALL, BIG), (BIG, SMALL)])
 def test_of_links_dialled_at_once_both_ends_use_one_but_a_later_one_wins(own: PeerId, other: PeerId) -> None:
     table: Any = LinkTable(own)
@@ -120,15 +97,24 @@ def test_of_links_dialled_at_once_both_ends_use_one_but_a_later_one_wins(own: Pe
     assert best == [1.0, 2.0, 3.0, 4.0, 4.0, 14.0]
 
 
-async def test_a_lost_link_is_dialled_again_by_the_next_call() -> None:
-    async with peers("bob") as (bob,):
-        async with peers("alice") as (alice,):
+async def test_joining_and_leaving_are_events_and_a_lost_link_is_dialled_again() -> None:
+    events, own_events = EventLog(), EventLog()
+    async with peers("bob", events=events) as (bob,):
+        async with peers("alice", events=own_events) as (alice,):
             bob.learn(alice.contact)
+            with pytest.raises(OSError, match="Connect call failed"):
+                await asyncio.open_connection("127.0.0.2", alice.port)  # its host is 127.0.0.1
             await bob.call(alice.id, Echo(), Echo, timeout_s=5)
-            port = int(alice.contact.addresses[0].rsplit(":", 1)[1])
         await until(lambda: not bob.linked())
-        async with peers("alice", port=port):
+        assert [event.peer for event in events.recent(PeerJoined)] == [alice.id.hex()]
+        left = [(one.peer, one.reason) for one in events.recent(PeerLeft)]
+        assert left == [(alice.id.hex(), "the peer left")]
+        assert own_events.recent(PeerJoined) and not own_events.recent(PeerLeft)  # the others stay
+        async with peers("alice", port=alice.port):
             assert await bob.call(alice.id, Echo(), Echo, timeout_s=5) == Echo()
+        await until(lambda: not bob.linked())
+        with pytest.raises(PeerUnreachable, match=r"127\.0\.0\.1"):
+            await bob.call(alice.id, Echo(), Echo, timeout_s=5)
 
 
 async def test_an_unused_link_is_closed_and_a_client_modes_link_stays(
@@ -144,37 +130,33 @@ async def test_an_unused_link_is_closed_and_a_client_modes_link_stays(
         assert bob.linked() == {carol.id}
 
 
-async def test_the_longest_unused_link_makes_room_for_a_new_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(node, "MAX_LINKS", 2)
-    async with peers("bob", "alice", "carol", "dave") as (bob, *callers):
-        alice, carol, dave = callers
-        for caller in callers:
-            await caller.call(bob.id, Echo(), Echo, timeout_s=5)
-        await until(lambda: bob.linked() == {carol.id, dave.id})
-        assert not any(link.leaving for link in bob.table)
-        await until(lambda: not alice.linked())
-
-
-async def test_a_busy_peer_refuses_more_links(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_full_peer_drops_its_longest_unused_link_and_refuses_where_all_are_busy(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     async def wait(peer: PeerId, message: Talk) -> Message:
         await asyncio.Event().wait()
         return message
 
     monkeypatch.setattr("colab_swarm.net.link.MAX_CALLS", 1)
-    monkeypatch.setattr(node, "MAX_LINKS", 1)
-    async with peers("bob", "alice", "carol") as (bob, alice, carol):
+    monkeypatch.setattr(node, "MAX_LINKS", 2)
+    async with peers("bob", "alice", "carol", "dave") as (bob, alice, carol, dave):
         bob.serve(Talk, wait)
-        await alice.call(bob.id, Echo(), Echo, timeout_s=5)
-        call = asyncio.create_task(alice.call(bob.id, Talk(), Talk, timeout_s=5))
-        await until(lambda: "serving=1" in repr(bob.table.of(alice.id)))
-        assert "accepted" in repr(bob.table.of(alice.id))
+        for caller in (alice, carol, dave):
+            await caller.call(bob.id, Echo(), Echo, timeout_s=5)
+        await until(lambda: bob.linked() == {carol.id, dave.id})
+        assert not any(link.leaving for link in bob.table)
+        await until(lambda: not alice.linked())
+        calls = [asyncio.create_task(one.call(bob.id, Talk(), Talk, timeout_s=5)) for one in (carol, dave)]
+        await until(lambda: repr(list(bob.table)).count("serving=1") == 2)
+        assert "accepted" in repr(bob.table.of(carol.id))
         with pytest.raises(PeerUnreachable, match="all busy"):
-            await carol.call(bob.id, Echo(), Echo, timeout_s=5)
-        with pytest.raises(CallRefused, match=r"1 calls to .* are pending already"):
             await alice.call(bob.id, Echo(), Echo, timeout_s=5)
-        await bob.call(carol.id, Echo(), Echo, timeout_s=5)
-        assert not any(link.leaving for link in bob.table)  # neither the busy nor the new one
-        call.cancel()
+        with pytest.raises(CallRefused, match=r"1 calls to .* are pending already"):
+            await carol.call(bob.id, Echo(), Echo, timeout_s=5)
+        await bob.call(alice.id, Echo(), Echo, timeout_s=5)
+        assert not any(link.leaving for link in bob.table)  # neither the busy ones nor the new one
+        for call in calls:
+            call.cancel()
 
 
 async def test_close_wakes_tasks_that_wait_for_a_link_and_refuses_new_calls() -> None:

@@ -37,7 +37,7 @@ async def watched(
         await watch.close()
 
 
-async def test_a_peer_that_is_dialled_back_on_its_own_machine_is_in_the_lan() -> None:
+async def test_a_peer_is_dialled_back_and_tells_of_addresses_of_its_own() -> None:
     async with peers("alice", "bob") as (alice, bob), watched(alice, bob) as (watch, _):
         assert watch.current.level is ReachabilityLevel.UNVERIFIED
         await alice.call(bob.id, Echo(), Echo, timeout_s=5)
@@ -46,6 +46,10 @@ async def test_a_peer_that_is_dialled_back_on_its_own_machine_is_in_the_lan() ->
         current = watch.current
         assert current.level is ReachabilityLevel.LAN and alice.contact.addresses == current.addresses
         assert bob.linked() == {alice.id} and len(bob.table) == 1  # the dial-back left no link
+        # of new addresses only sound ones count
+        moved = reachability.Moved((PUBLIC, "ws://x/y?z", CIRCUIT))
+        await alice.call(bob.id, moved, Ack, timeout_s=5)
+        assert bob.contact_of(alice.id).addresses == (PUBLIC, CIRCUIT)
 
 
 @pytest.mark.slow
@@ -113,13 +117,6 @@ async def test_peers_across_the_internet_verify_first(monkeypatch: pytest.Monkey
             assert set(watch._policy.reports) == {carol.id}
 
 
-async def test_new_addresses_are_those_of_their_sender_and_only_sound_ones_count() -> None:
-    async with peers("alice", "bob") as (alice, bob), watched(bob):
-        moved = reachability.Moved((PUBLIC, "ws://x/y?z", CIRCUIT))
-        await alice.call(bob.id, moved, Ack, timeout_s=5)
-        assert bob.contact_of(alice.id).addresses == (PUBLIC, CIRCUIT)
-
-
 async def test_a_dial_back_names_silent_and_wrong_peers_and_the_next_is_a_minute_later(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -148,44 +145,38 @@ AT_RELAY = {RELAY: (CIRCUIT,)}
 UNTRIED = "waiting for the first peer"
 
 
+HOME, LARGE = {"listening": AT_HOME}, {"listening": AT_LARGE}
+BY_RELAY = "relayed by 72727272"
+
+
 @pytest.mark.parametrize(
     ("evidence", "level", "addresses", "dialable"),
     [
         ({"listening": ()}, "outgoing only", (), False),
-        ({"listening": AT_LARGE}, UNTRIED, AT_LARGE, True),
-        ({"listening": AT_LARGE, "trusted": True}, "direct", AT_LARGE, True),
-        ({"listening": AT_HOME, "iroh": (IROH,)}, "iroh", (IROH, *AT_HOME), False),
-        ({"listening": AT_HOME, "reports": NEIGHBOUR}, "LAN", (PRIVATE,), True),
-        ({"listening": AT_HOME, "reports": NEIGHBOUR, "iroh": (IROH,)}, "LAN", (PRIVATE, IROH), True),
-        ({"listening": AT_HOME, "reports": NEIGHBOUR | BLOCKED}, "outgoing only", (PRIVATE,), False),
-        ({"listening": AT_HOME, "reports": BLOCKED, "tunnel": TUNNEL}, f"tunnel {TUNNEL}", (TUNNEL,), False),
+        (LARGE, UNTRIED, AT_LARGE, True),
+        (LARGE | {"trusted": True}, "direct", AT_LARGE, True),
+        (HOME | {"iroh": (IROH,)}, "iroh", (IROH, *AT_HOME), False),
+        (HOME | {"reports": NEIGHBOUR}, "LAN", (PRIVATE,), True),
+        (HOME | {"reports": NEIGHBOUR, "iroh": (IROH,)}, "LAN", (PRIVATE, IROH), True),
+        (HOME | {"reports": NEIGHBOUR | BLOCKED}, "outgoing only", (PRIVATE,), False),
+        (HOME | {"reports": BLOCKED, "tunnel": TUNNEL}, f"tunnel {TUNNEL}", (TUNNEL,), False),
         (
-            {"listening": AT_HOME, "reports": BLOCKED, "tunnel": TUNNEL, "places": AT_RELAY},
-            "relayed by 72727272",
+            HOME | {"reports": BLOCKED, "tunnel": TUNNEL, "places": AT_RELAY},
+            BY_RELAY,
             (CIRCUIT, TUNNEL),
             False,
         ),
         (
-            {"listening": AT_HOME, "reports": BLOCKED, "iroh": (IROH,), "places": AT_RELAY},
+            HOME | {"reports": BLOCKED, "iroh": (IROH,), "places": AT_RELAY},
             "iroh",
             (IROH, CIRCUIT, *AT_HOME),
             False,
         ),
         # while all see it through a relay or a tunnel, a public address stays announced, and it looks for relays
-        ({"listening": AT_LARGE, "reports": BY_CIRCUIT}, UNTRIED, (PUBLIC,), False),
-        (
-            {"listening": AT_LARGE, "reports": BY_CIRCUIT, "places": AT_RELAY},
-            "relayed by 72727272",
-            (CIRCUIT, PUBLIC),
-            False,
-        ),
-        (
-            {"listening": AT_LARGE, "reports": BY_CIRCUIT | ELSEWHERE, "places": AT_RELAY},
-            "relayed by 72727272",
-            (CIRCUIT,),
-            False,
-        ),
-        ({"listening": AT_LARGE, "reports": REACHED, "places": AT_RELAY}, "direct", (PUBLIC,), True),
+        (LARGE | {"reports": BY_CIRCUIT}, UNTRIED, (PUBLIC,), False),
+        (LARGE | {"reports": BY_CIRCUIT, "places": AT_RELAY}, BY_RELAY, (CIRCUIT, PUBLIC), False),
+        (LARGE | {"reports": BY_CIRCUIT | ELSEWHERE, "places": AT_RELAY}, BY_RELAY, (CIRCUIT,), False),
+        (LARGE | {"reports": REACHED, "places": AT_RELAY}, "direct", (PUBLIC,), True),
     ],
 )
 def test_the_best_level_that_works_is_announced(

@@ -198,17 +198,15 @@ async def test_a_peer_dialled_by_some_needs_no_place(monkeypatch: pytest.MonkeyP
         assert path and path.relay == carol.id
 
 
-async def test_a_relay_leads_neither_to_itself_nor_back_to_the_caller() -> None:
-    async with peers("alice", "carol") as (alice, carol):
-        relay = Relay(carol)
+async def test_nobody_is_led_to_the_relay_back_to_itself_or_to_a_peer_that_is_full(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with peers("carol") as (carol,), relayed(carol) as (alice, bob, (relay,)):
+        alice.learn(carol.contact)
         for called in (alice.id, carol.id):
             with pytest.raises(CallRefused, match="a third peer"):
                 await alice.call(carol.id, module.OpenCircuit(called), module.CircuitTicket, timeout_s=5)
         assert not relay.state.circuits
-
-
-async def test_a_peer_that_is_full_takes_no_links_through_relays(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with peers("carol") as (carol,), relayed(carol) as (alice, bob, _):
         monkeypatch.setattr(bob.table, "full", lambda limit: True)
         with pytest.raises(PeerError):
             await alice.call(bob.id, Echo(), Echo, timeout_s=5)

@@ -1,6 +1,7 @@
 """The speed test measures the network, and cannot be used to load a peer."""
 
 import asyncio
+from typing import Any
 
 import msgspec
 import pytest
@@ -57,36 +58,36 @@ async def test_one_peer_is_tested_at_a_time_and_the_same_one_after_a_pause() -> 
     await measure(alice, bob.id, size_bytes=1000)
 
 
-async def test_a_peer_without_the_service_refuses_and_a_silent_one_times_out() -> None:
-    network, alice, bob = pair()
-    with pytest.raises(CallRefused):
-        await measure(bob, alice.id)
-    carol = network.peer("carol")
-    network.introduce()
-
-    async def silent(opening: MeasureSpeed, stream: Stream) -> None:
-        await asyncio.get_running_loop().create_future()
-
-    carol.serve_stream(MeasureSpeed, silent)
-    with pytest.raises(PeerTimeout, match="did not end in 2 s"):
-        await measure(alice, carol.id, timeout_s=2)
+async def stay_silent(opening: MeasureSpeed, stream: Stream) -> None:
+    await asyncio.get_running_loop().create_future()
 
 
-async def test_more_bytes_than_agreed_end_the_test() -> None:
+async def flood(opening: MeasureSpeed, stream: Stream) -> None:
+    for _ in range(2):
+        await stream.receive(speed.BurstPart)
+    await stream.send(TransferReport(1.0))
+    for size in (0, 2000):
+        await stream.send(speed.BurstPart(), bytes(size))
+
+
+@pytest.mark.parametrize(
+    ("answer", "error", "said"),
+    [
+        (None, CallRefused, "not served"),
+        (stay_silent, PeerTimeout, "did not end in 2 s"),
+        (flood, ProtocolError, "more than was agreed"),
+    ],
+)
+async def test_a_peer_that_does_not_test_as_agreed_ends_the_test(
+    answer: Any, error: type[Exception], said: str
+) -> None:
     network, alice, _ = pair()
     carol = network.peer("carol")
     network.introduce()
-
-    async def flood(opening: MeasureSpeed, stream: Stream) -> None:
-        for _ in range(2):
-            await stream.receive(speed.BurstPart)
-        await stream.send(TransferReport(1.0))
-        for size in (0, 2000):
-            await stream.send(speed.BurstPart(), bytes(size))
-
-    carol.serve_stream(MeasureSpeed, flood)
-    with pytest.raises(ProtocolError, match="more than was agreed"):
-        await measure(alice, carol.id, size_bytes=1000)
+    if answer is not None:
+        carol.serve_stream(MeasureSpeed, answer)
+    with pytest.raises(error, match=said):
+        await measure(alice, carol.id, size_bytes=1000, timeout_s=2)
 
 
 @settings(max_examples=60)

@@ -144,16 +144,6 @@ async def test_errors_of_ngrok_are_reported_with_their_fix_and_without_the_token
     assert caught.value.__context__ is None and running(folder) == []
 
 
-async def test_an_opening_given_up_leaves_no_process(folder: Path) -> None:
-    one = Tunnel(ngrok(folder, "silent"), 9, on_change=print, events=EventLog(), sent_bytes=lambda: 0)
-    opening = asyncio.create_task(one.open())
-    await until(lambda: len(running(folder)) == 2)  # the guardian and the agent
-    opening.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await opening
-    assert running(folder) == []
-
-
 async def test_without_token_or_agent_nothing_is_tried(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def refused(text: str, *kind: Any, **settings: Any) -> None:
         with pytest.raises(TunnelError, match=text):
@@ -247,7 +237,16 @@ asyncio.run(main())
 
 
 @pytest.mark.slow
-async def test_an_agent_dies_with_its_owner_that_was_killed_even_while_it_starts(folder: Path) -> None:
+async def test_an_agent_that_starts_dies_with_an_opening_given_up_and_with_its_killed_owner(
+    folder: Path,
+) -> None:
+    one = Tunnel(ngrok(folder, "silent"), 9, on_change=print, events=EventLog(), sent_bytes=lambda: 0)
+    opening = asyncio.create_task(one.open())
+    await until(lambda: len(running(folder)) == 2)  # the agent and its guardian
+    opening.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await opening
+    assert running(folder) == []
     binary = agents.install("ngrok", folder)
     with subprocess.Popen([sys.executable, "-c", OPENER, "silent", binary]) as owner:
         await until(lambda: len(running(folder)) == 3)  # the owner, the agent and its guardian

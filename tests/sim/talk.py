@@ -48,7 +48,7 @@ def pair(
 
 @asynccontextmanager
 async def simulated(*names: str, clients: Sequence[str] = (), viewers: Sequence[str] = ()) -> Meeting:
-    """Do as `tests.net.swarm.meet`, in the simulator."""
+    """Do as `tests.net.swarm.peers`, in the simulator."""
     network = SimNetwork(FAR, seed=1)
     everyone = []
     for name in names:
