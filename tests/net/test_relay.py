@@ -213,6 +213,7 @@ async def test_nobody_is_led_to_the_relay_back_to_itself_or_to_a_peer_that_is_fu
         assert bob.linked() == {carol.id}
 
 
+@pytest.mark.slow
 async def test_a_place_lasts_as_long_as_the_link_which_stays_open_unused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -228,6 +229,10 @@ async def test_a_place_lasts_as_long_as_the_link_which_stays_open_unused(
             await until(lambda: asyncio.get_running_loop().time() - link.used_at > 0.2)
             assert set(relay.state.places) == {bob.id} == carol.linked() and circuits.places
         await until(lambda: not relay.state.places and not carol.pinned)
+        # one that is not reserved again is given up
+        relay.state.places = {ALICE: float("-inf"), BOB: asyncio.get_running_loop().time()}
+        carol.pinned |= {ALICE, BOB}
+        await until(lambda: carol.pinned == {BOB} == set(relay.state.places))
 
 
 async def test_a_place_that_the_relay_dropped_is_reserved_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -243,15 +248,6 @@ async def test_a_place_that_the_relay_dropped_is_reserved_again(monkeypatch: pyt
         await until(lambda: bob.id in relay.state.places)
         carol.unserve(module.Reserve)  # as if all places were taken
         await until(lambda: changes == [1, 0])
-
-
-@pytest.mark.slow
-async def test_a_place_that_is_not_reserved_again_is_given_up() -> None:
-    async with peers("carol") as (carol,):
-        relay = Relay(carol)
-        relay.state.places = {ALICE: float("-inf"), BOB: asyncio.get_running_loop().time()}
-        carol.pinned |= {ALICE, BOB}
-        await until(lambda: carol.pinned == {BOB} == set(relay.state.places))
 
 
 async def test_a_relay_that_drops_peers_with_a_place_is_retried_after_a_pause(
