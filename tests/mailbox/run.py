@@ -31,10 +31,18 @@ class Trained:
 
 
 def train(
-    swarm: Swarm, change: "Change | None" = None, *, rounds: int = ROUNDS, leave_s: float = 0.0, **more: Any
+    swarm: Swarm,
+    change: "Change | None" = None,
+    *,
+    rounds: int = ROUNDS,
+    leave_s: float = 0.0,
+    meddle: Callable[[Any], None] = lambda bucket: None,
+    **more: Any,
 ) -> Trained:
+    """Train for so many rounds; ``meddle`` may change how this peer sees the bucket."""
     optimizer, told = join_training(swarm, net := model(), **SETTINGS | more), Trained()
     bucket = optimizer.rounds._journal.bucket  # type: ignore[attr-defined]
+    meddle(bucket)
     before = bucket.requests
     if change is not None:
         create = bucket.create
@@ -72,6 +80,10 @@ def agree(results: dict[str, Trained], *names: str, rounds: int = ROUNDS) -> Non
 def manifests(sim: Simulation) -> list[RoundManifest]:
     found = sorted(path for path in sim.bucket.objects if "manifest" in path)
     return [unseal(sim.bucket.objects[path][0], RoundManifest)[0] for path in found]
+
+
+def closings(sim: Simulation) -> list[float]:
+    return sorted(at for path, (_, at) in sim.bucket.objects.items() if "manifest" in path)
 
 
 def faults(sim: Simulation, *names: str) -> str:

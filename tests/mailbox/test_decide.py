@@ -158,21 +158,21 @@ def test_a_manifest_stands_again_when_what_it_lists_was_written_again(board: Boa
     assert isinstance(action, Follow) and action.closed.place == place
 
 
-def test_a_contribution_that_is_absurdly_long_is_not_listed(board: Board) -> None:
-    chain = board.first
-    board.contribute(ALICE, chain)
-    board.contribute(BOB, chain, value=9_000.0)
-    broken = board.contribute(CAROL, chain, value=1e20)
-    action = board.decide(chain)
-    assert listed(action) == ["alice", "bob"] and isinstance(action, Close)
-    assert "times as long as the others" in action.faults[broken.place]
-
-
-def test_a_contribution_of_zeros_blames_nobody(board: Board) -> None:
-    board.contribute(ALICE, board.first, value=0.0)
-    board.contribute(BOB, board.first, value=0.0)
-    board.contribute(CAROL, board.first)
-    assert listed(board.decide(board.first)) == ["alice", "bob", "carol"]
+@pytest.mark.parametrize(
+    ("values", "counted"),
+    [((1.0, 9_000.0, 1e20), ["alice", "bob"]), ((0.0, 0.0, 1.0), ["alice", "bob", "carol"])],
+    ids=["one is absurdly long", "zeros blame nobody"],
+)
+def test_a_contribution_that_is_absurdly_long_is_not_listed(
+    board: Board, values: tuple[float, ...], counted: list[str]
+) -> None:
+    for who, value in zip((ALICE, BOB, CAROL), values, strict=True):
+        last = board.contribute(who, board.first, value=value)
+    action = board.decide(board.first)
+    assert listed(action) == counted and isinstance(action, Close)
+    left_out = [] if "carol" in counted else [last.place]
+    assert list(action.faults) == left_out
+    assert all("times as long as the others" in action.faults[place] for place in left_out)
 
 
 def test_of_two_sound_manifests_the_first_stands_unless_more_members_built_on_the_second(

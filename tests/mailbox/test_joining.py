@@ -179,24 +179,22 @@ def test_the_owner_of_a_wrong_clock_is_told_and_counts_as_a_member(
     assert "timedatectl" in told and caplog.text.count(told) == 1
 
 
-def test_connect_takes_the_address_of_a_bucket(box: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_connect_takes_the_address_of_a_bucket_and_what_cannot_be_in_one_is_refused(
+    box: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with cs.connect(box, run="by-address") as swarm:
         assert swarm.services.mailbox == box and swarm.is_owner
         with cs.connect(str(swarm.invite()), mailbox=box, peer_name="bob") as bob:
             assert bob.services.mailbox == box and bob.run_id == swarm.run_id
+        with pytest.raises(ValueError, match="mailbox='file://"):
+            cs.create("by-address", mailbox=f"{box}2")
+        with pytest.raises(PermissionError, match=r"call invite\(\) without uses"):
+            swarm.invite(uses=3)
     assert f"others reach you: by the bucket {box}" in capsys.readouterr().out
-
-
-def test_a_run_that_cannot_be_in_a_bucket_is_refused_at_once(box: str) -> None:
     with pytest.raises(ValueError, match="needs this peer online"):
         cs.create("refused", mailbox=box, allow=cs.Allowlist(users=("a",)))
     with pytest.raises(ValueError, match="is no mailbox: pass an address such as s3://"):
         cs.create("refused", mailbox="bucket/folder")
-    with cs.create("kept", mailbox=box) as swarm:
-        with pytest.raises(ValueError, match="mailbox='file://"):
-            cs.create("kept", mailbox=f"{box}2")
-        with pytest.raises(PermissionError, match=r"call invite\(\) without uses"):
-            swarm.invite(uses=3)
 
 
 @pytest.mark.parametrize(

@@ -7,13 +7,11 @@ import math
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from colab_swarm.errors import ProtocolError
 from colab_swarm.mailbox import contributions
 from colab_swarm.mailbox.bucket import Bucket, StoredObject
-from colab_swarm.mailbox.chain import WINDOW, RoundChain, StateHead
+from colab_swarm.mailbox.chain import RoundChain, StateHead
 from colab_swarm.mailbox.journal import Statements
 from colab_swarm.mailbox.objects import (
     LEFT,
@@ -126,23 +124,6 @@ def test_a_usual_round_is_the_median_time_of_its_members(
     chain = after(CHAIN, seconds)
     assert chain.pace_s == pace_s
     assert after(chain, {ALICE: PACE_S}).pace_s == PACE_S
-
-
-@given(
-    st.lists(
-        st.sets(st.tuples(st.sampled_from([ALICE.id, BOB.id]), st.integers(0, 9)), min_size=1), max_size=9
-    )
-)
-def test_no_contribution_counts_twice_or_late(proposals: list[set[tuple[PeerId, int]]]) -> None:
-    chain = FIRST
-    counted = list[tuple[PeerId, int]]()
-    for number, places in enumerate(proposals):
-        made = manifest_of(chain, *[entry_of(*place) for place in sorted(places)])
-        if not chain.fault_of(made):
-            assert all(chain.round - WINDOW <= round <= chain.round for _, round in places)
-            counted += places
-            chain = chain.after(made, bytes([number]) * 32, closed_at=0.0)
-    assert len(counted) == len(set(counted))
 
 
 def test_the_mean_is_weighted_by_samples_and_the_same_in_any_order_of_reading() -> None:

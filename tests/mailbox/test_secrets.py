@@ -3,23 +3,25 @@
 import contextlib
 import io
 import logging
+import socket
 import threading
 import traceback
-import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
 from datetime import timedelta
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import pytest
+from moto.server import DomainDispatcherApplication, create_backend_app
+from werkzeug.serving import make_server
 
 import colab_swarm as cs
 from colab_swarm.cli.__main__ import main
 from colab_swarm.errors import BucketAway, BucketError
 from colab_swarm.mailbox import bucket as module
 from colab_swarm.mailbox.bucket import Bucket
-from tests.mailbox.test_bucket import moto_server
 from tests.training.toy import join_training, model, take
 
 SECRETS = {
@@ -35,69 +37,51 @@ ECHO = (
 )
 
 
-class Echoing(BaseHTTPRequestHandler):
-    """Passes requests on to a store; or errs as ``faults`` says, and repeats the request and its keys."""
+@dataclass
+class Echoing:
+    """A store that errs as ``faults`` says, and repeats the request and its keys."""
 
-    store: str
-    faults: list[int]  # statuses: each one until the next is put here; 0: the connection ends
-    signatures: set[str]
-    fired: set[int]
+    faults: list[int] = field(default_factory=list)
+    """Statuses: each one until the next is put here; 0: the connection ends."""
+    signatures: set[str] = field(default_factory=set)
+    fired: set[int] = field(default_factory=set)
+    store: DomainDispatcherApplication = field(
+        default_factory=lambda: DomainDispatcherApplication(create_backend_app)
+    )
 
-    def do_GET(self) -> None:
-        data = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-        signature = self.headers.get("Authorization", "").rpartition("Signature=")[2]
+    def __call__(self, environ: dict[str, Any], start: Callable[..., Any]) -> Iterable[bytes]:
+        signature = environ.get("HTTP_AUTHORIZATION", "").rpartition("Signature=")[2]
         self.signatures.add(signature)
         if not self.faults:
-            self._pass_on(data)
-            return
+            return self.store(environ, start)  # type: ignore[no-any-return]
         status = self.faults[0]
         self.fired.add(status)
-        if status:
-            self.send_response(status, f"Wrong {SECRETS['AWS_ACCESS_KEY_ID']}")
-            self.send_header("Location", f"{self.path}?X-Amz-Signature={signature}")
-            self._end(ECHO.format(signature=signature, **SECRETS).encode())
-
-    do_PUT = do_POST = do_HEAD = do_DELETE = do_GET
-
-    def _pass_on(self, data: bytes) -> None:
-        headers = {name: value for name, value in self.headers.items() if name.lower() != "host"}
-        headers["Content-Type"] = "application/octet-stream"  # else moto reads a form
-        request = urllib.request.Request(self.store + self.path, data or None, headers, method=self.command)
-        try:
-            answer = urllib.request.urlopen(request)
-        except urllib.error.HTTPError as error:
-            answer = error
-        self.send_response(answer.status)
-        for name in ("ETag", "Last-Modified", "Content-Type"):
-            if answer.headers.get(name):
-                self.send_header(name, answer.headers[name])
-        self._end(answer.read())
-
-    def _end(self, body: bytes) -> None:
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, *_: object) -> None: ...
+        environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))
+        if not status:
+            environ["werkzeug.socket"].shutdown(socket.SHUT_RDWR)
+        location = f"{environ['PATH_INFO']}?X-Amz-Signature={signature}"
+        start(f"{status or 500} Wrong {SECRETS['AWS_ACCESS_KEY_ID']}", [("Location", location)])
+        return [ECHO.format(signature=signature, **SECRETS).encode()]
 
 
 @pytest.fixture
-def echoing(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, type[Echoing]]]:
+def echoing(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, Echoing]]:
     for name, value in SECRETS.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setitem(module.RETRY, "retry_timeout", timedelta(seconds=0.1))
     monkeypatch.setitem(module.BACKOFF, "init_backoff", timedelta(milliseconds=20))
-    with moto_server() as store:
-        fields = {"store": store, "faults": [], "signatures": set(), "fired": set()}
-        handler = type("Handler", (Echoing,), fields)
-        with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-            threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-            yield f"s3://bucket/folder?endpoint=http://127.0.0.1:{server.server_port}&region=x", handler
-            server.shutdown()
+    # its own log of requests is not ours
+    monkeypatch.setattr("werkzeug.serving.WSGIRequestHandler.log_request", lambda *_, **__: None)
+    server = make_server("127.0.0.1", 0, handler := Echoing(), threaded=True)
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+    url = f"http://127.0.0.1:{server.server_port}"
+    urllib.request.urlopen(urllib.request.Request(f"{url}/bucket", method="PUT")).close()
+    yield f"s3://bucket/folder?endpoint={url}&region=x", handler
+    server.shutdown()
 
 
 def test_no_secret_of_a_run_is_shown_whatever_its_store_answers(
-    echoing: tuple[str, type[Echoing]], tmp_path: Path, caplog: pytest.LogCaptureFixture
+    echoing: tuple[str, Echoing], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     address, handler = echoing
     caplog.set_level(logging.DEBUG, "colab_swarm")

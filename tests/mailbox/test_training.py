@@ -18,6 +18,7 @@ from colab_swarm.errors import BucketError
 from colab_swarm.events import BatchDropped, StateReceived, Waited
 from colab_swarm.mailbox.chain import RoundChain
 from colab_swarm.mailbox.decide import LEAST_PAUSE_S
+from colab_swarm.mailbox.objects import PLACE, RoundManifest, content_digest, unseal
 from colab_swarm.net.peers import PeerId
 from colab_swarm.swarm.swarm import Swarm
 from tests.mailbox.run import (
@@ -26,6 +27,7 @@ from tests.mailbox.run import (
     Create,
     Trained,
     agree,
+    closings,
     count,
     fail,
     faults,
@@ -33,7 +35,7 @@ from tests.mailbox.run import (
     notices,
     train,
 )
-from tests.training.toy import ROWS, exchanged, join_training, loss_of, model, take, wait_for_peers
+from tests.training.toy import ROWS, exchanged, join_training, loss_of, model, wait_for_peers
 
 
 @pytest.mark.slow
@@ -58,21 +60,18 @@ def test_keys_that_cannot_delete_are_enough_for_all_members_but_one() -> None:
     """Bob and carol write states too; alice deletes what is older."""
     refused: list[str] = []
 
-    async def refuse(paths: Sequence[str]) -> None:
-        refused.extend(paths)
-        raise BucketError("this key may not delete")
+    def forbid(bucket: Any) -> None:
+        async def refuse(paths: Sequence[str]) -> None:
+            refused.extend(paths)
+            raise BucketError("this key may not delete")
 
-    def life(swarm: Swarm) -> bytes:
-        optimizer = join_training(swarm, net := model(), **SETTINGS)
-        if swarm.name != "alice":
-            optimizer.rounds._journal.bucket.delete = refuse  # type: ignore[attr-defined]
-        while optimizer.global_step < 52:
-            take(optimizer, net, optimizer.global_step, slice(0, 4))
-        return optimizer.lineage
+        bucket.delete = refuse
+
+    def life(swarm: Swarm) -> Trained:
+        return train(swarm, rounds=52) if swarm.name == "alice" else train(swarm, rounds=52, meddle=forbid)
 
     with cs.simulate(3, mailbox=True) as sim:
-        results = sim.run(life, seconds=9000)
-        assert len(results) == 3 and len(set(results.values())) == 1
+        agree(sim.run(life, seconds=9000), *sim.swarms, rounds=52)
         assert any(path.startswith("states/") for path in refused)
         states = [int(path.partition("/states/")[2][:8]) for path in sim.bucket.objects if "/states/" in path]
         assert max(states) == 48
@@ -87,7 +86,7 @@ def test_a_round_waits_two_usual_rounds_for_killed_members_and_says_so_once(
     with cs.simulate(peers, mailbox=True, samples_per_s=samples_per_s) as sim:
         results = sim.run(lambda one: train(one, rounds=8 if one.name == "bob" else 4), seconds=900)
         agree(results, "bob", rounds=8)
-        closed_at = sorted(at for path, (_, at) in sim.bucket.objects.items() if "manifest" in path)
+        closed_at = closings(sim)
         waits = [end - begin for begin, end in itertools.pairwise(closed_at)]
         assert most_s <= max(waits) <= most_s + LEAST_PAUSE_S
         assert all(len(made.entries) == 1 for made in manifests(sim)[-2:]), "the others are left out"
@@ -147,7 +146,7 @@ def test_no_round_waits_for_a_member_that_handed_over_before_its_last_round_was_
         left_at = sim.run(life, seconds=900)["alice"]
         alice = sim.swarms["alice"].id
         last = max(one.round for one in manifests(sim) if alice in {entry.member for entry in one.entries})
-        closed_at = sorted(at for path, (_, at) in sim.bucket.objects.items() if "manifest" in path)
+        closed_at = closings(sim)
         assert left_at < closed_at[last]
         assert max(end - begin for begin, end in itertools.pairwise(closed_at[last:])) < 60
 
@@ -306,23 +305,58 @@ def test_a_plateau_goes_by_the_losses_of_a_rounds_contributions(overlap: bool) -
     assert 1.0 < state["best"] < 3.0 and state["last_epoch"] >= 5 and rate < 0.1
 
 
-def test_peers_that_start_at_once_have_one_first_state() -> None:
-    rng = random.Random(0)
+HOUR = 3600.0
+LATEST = 2  # rounds in which a contribution may still be listed
 
-    def life(swarm: Swarm) -> bytes:
-        optimizer = join_training(swarm, net := model(), **SETTINGS)
-        take(optimizer, net, 0, slice(0, 4))
-        return optimizer.lineage
 
-    with cs.simulate(4, mailbox=True) as sim:
-        listed = sim.bucket.list
+def test_a_run_goes_on_for_a_day_though_no_process_lives_for_more_than_an_hour() -> None:
+    """Each is killed, and often nobody is online; the rounds follow each other, and each contribution counts once."""
+    losses, alive, rng = list[float](), list[float](), random.Random(1)
+    told = set[tuple[PeerId, int]]()
 
-        async def slowly(prefix: str, after: str) -> Any:
-            found = await listed(prefix, after)
-            await asyncio.sleep(rng.uniform(0.0, 4.0))
-            return found
+    def train(swarm: Swarm) -> None:
+        settings = {"target_batch_size": 1500, "local_steps": 4, "compression": "sparseloco"}
+        optimizer = join_training(swarm, net := model(), **settings)
+        while True:
+            loss_of(net, optimizer.global_step % 8).backward()
+            if (result := optimizer.step(samples=250)) is not None:
+                with torch.no_grad():
+                    losses.append(sum(loss_of(net, step).item() for step in range(8)))
+                if swarm.id in result.contributors:
+                    told.add((swarm.id, result.step))
 
-        sim.bucket.list = slowly  # type: ignore[method-assign]
-        results = sim.run(life, seconds=300)
+    with cs.simulate(1, mailbox=True, samples_per_s=5.0) as sim:
+        log, create = list[tuple[str, bytes]](), sim.bucket.create
+
+        async def logged(path: str, data: bytes) -> bool:
+            if written := await create(path, data):
+                log.append((path, bytes(data)))
+            return written
+
+        sim.bucket.create = logged  # type: ignore[method-assign, assignment]
+        name, begin, gaps = "alice", 0.0, 0
+        while begin < 24 * HOUR:
+            alive.append(end := begin + rng.uniform(0.5, 1.0) * HOUR)
+            sim.network.at(end).crash(name)
+            begin += rng.uniform(0.5, 1.2) * HOUR
+            gaps += begin > max(alive)
+            if begin < 24 * HOUR:
+                sim.join(name := f"runner{len(alive)}", at=begin)
+        sim.run(train, seconds=24 * HOUR)
+        to_come = len(sim.network.coming)  # after the end
         states = [path for path in sim.bucket.objects if "/states/" in path]
-    assert len(results) == 4 and len(set(results.values())) == 1 and len(states) == 1
+
+    assert len(alive) - to_come > 24 and gaps > 5
+    assert losses[-1] < losses[0]
+    assert len(states) == 2 and sum("/states/" in path for path, _ in log) >= 3
+    places = [(place, data) for path, data in log if (place := PLACE.search(path)) is not None]
+    written = {(PeerId(bytes.fromhex(place[2])), int(place[1])) for place, _ in places if place[2]}
+    closed = [data for place, data in places if not place[2]]
+    made = [unseal(data, RoundManifest)[0] for data in closed]
+    assert [one.round for one in made] == list(range(len(made))) and len(made) > 40
+    assert [one.base for one in made[1:]] == [content_digest(data) for data in closed[:-1]]
+    listed = [(entry.member, entry.round) for one in made for entry in one.entries]
+    assert len({member for member, _ in listed}) > 20
+    assert len(listed) == len(set(listed)) and set(listed) <= written
+    assert all(lost_round >= len(made) - LATEST for _, lost_round in written - set(listed))
+    assert len(told) > 20 and told <= {(entry.member, one.round) for one in made for entry in one.entries}
