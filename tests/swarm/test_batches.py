@@ -84,96 +84,58 @@ def test_a_loop_prints_its_first_and_last_step_and_one_that_is_over_says_so(
     ]
 
 
-def replace_it(swarm: Swarm, optimizer: SwarmOptimizer, net: torch.nn.Module) -> None:
+def replace_it(swarm: Swarm, optimizer: SwarmOptimizer) -> None:
     begin(swarm)
 
 
-def close_it(swarm: Swarm, optimizer: SwarmOptimizer, net: torch.nn.Module) -> None:
+def close_it(swarm: Swarm, optimizer: SwarmOptimizer) -> None:
+    """As the panel's button does."""
     optimizer.close()
 
 
-def end_its_session(swarm: Swarm, optimizer: SwarmOptimizer, net: torch.nn.Module) -> None:
-    for _, x_BI in swarm.batches(loader(), optimizer, max_steps=10**9):
-        optimizer.hooks.end("the session is over: join again", hand_over_s=0.0)
-        net(x_BI).mean().backward()
-        optimizer.step()
+def end_its_session(swarm: Swarm, optimizer: SwarmOptimizer) -> None:
+    optimizer.hooks.end("the session is over: join again", hand_over_s=0.0)
 
 
 @pytest.mark.parametrize(
-    ("end", "told"),
+    ("end", "told", "is_quiet"),
     [
-        (replace_it, "use what that returned"),
-        (close_it, "make a new one with swarm.optimizer"),
-        (end_its_session, "the session is over: join again"),
+        (replace_it, "use what that returned", False),
+        (close_it, "make a new one with swarm.optimizer", True),
+        (end_its_session, "the session is over: join again", True),
     ],
 )
-def test_an_optimizer_that_steps_no_more_says_so_at_a_step_and_in_a_loop(end: Any, told: str) -> None:
-    def train(swarm: Swarm) -> None:
-        net, optimizer = begin(swarm)
-        run(swarm, 2, loader(), optimizer, net)
-        end(swarm, optimizer, net)
-        net(torch.ones(4, 8)).mean().backward()
-        with pytest.raises(RuntimeError, match=told):
-            optimizer.step(samples=4)
-        with pytest.raises(RuntimeError, match=told):
-            run(swarm, 10, loader(), optimizer, net)
-
-    toy.alone(train)
-
-
-def test_a_loop_whose_peer_leaves_meanwhile_ends_without_an_error_and_the_next_one_raises() -> None:
-    def train(swarm: Swarm) -> None:
-        net, optimizer = begin(swarm)
-        read = 0
-        for _, x_BI in swarm.batches(loader(), optimizer, max_steps=10**9):
-            read += 1
-            if read == 3:
-                optimizer.close()  # as the panel's button does
-            net(x_BI).square().mean().backward()
-            optimizer.step()
-        assert read == 3
-        with pytest.raises(RuntimeError, match="has left its swarm"):
-            optimizer.step(samples=4)
-
-    toy.alone(train)
-
-
-def test_a_replaced_optimizer_raises_within_its_loop_and_one_of_two_loops_keeps_it_quiet() -> None:
+def test_a_loop_that_was_ended_from_outside_ends_and_later_calls_say_why(
+    end: Any, told: str, is_quiet: bool
+) -> None:
     def train(swarm: Swarm) -> None:
         net, optimizer = begin(swarm)
         batches = swarm.batches(loader(), optimizer, max_steps=10**9)
         others = swarm.batches(loader(), optimizer, max_steps=10**9)
         next(batches), next(others)
         others.close()
-        optimizer.hooks.end("the session is over", hand_over_s=0.0)
+        end(swarm, optimizer)
         net(torch.ones(4, 8)).mean().backward()
-        optimizer.step(samples=4)
-        assert optimizer.step(samples=4) is None
-        net, second = begin(swarm)
-        batches = swarm.batches(loader(), second, max_steps=10**9)
-        next(batches)
-        begin(swarm)
-        with pytest.raises(RuntimeError, match="use what that returned"):
-            second.step(samples=4)
+        if is_quiet:
+            optimizer.step(samples=4)
+            assert not list(batches)
+        for call in (lambda: optimizer.step(samples=4), lambda: run(swarm, 10, loader(), optimizer, net)):
+            with pytest.raises(RuntimeError, match=told):
+                call()
 
     toy.alone(train)
 
 
-def test_a_loader_without_batches_raises_and_one_without_an_order_is_told_of(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    class Nothing(IterableDataset[Any]):
-        def __iter__(self) -> Iterator[Any]:
-            return iter(())
-
+@pytest.mark.parametrize(
+    ("last", "told"), [(0, "gave no batch"), (2, "the stream of batches has ended: pass")]
+)
+def test_data_that_end_before_the_last_step_raise(last: int, told: str) -> None:
     def train(swarm: Swarm) -> None:
         net, optimizer = begin(swarm)
-        with pytest.raises(ValueError, match="gave no batch"):
-            run(swarm, 3, DataLoader(Nothing()), optimizer, net)
-        run(swarm, 3, loader(shuffle=False), optimizer, net)
+        with pytest.raises(ValueError, match=told):
+            run(swarm, 9, Counting(last=last) if last else [], optimizer, net)
 
     toy.alone(train)
-    assert "all peers read this loader in one order" in capsys.readouterr().out
 
 
 def test_batches_move_to_the_models_device() -> None:
@@ -214,29 +176,39 @@ def test_a_batch_that_nobody_can_count_is_counted_by_its_user(
     assert toy.alone(train) == counted
 
 
-def test_a_detection_loader_counts_its_images() -> None:
-    def train(swarm: Swarm) -> list[float]:
-        net = torch.nn.Linear(48, 1)
-        optimizer = swarm.optimizer(
-            torch.optim.SGD(net.parameters(), lr=0.01), target_batch_size=1000, model=net
-        )
-        data = DataLoader(
-            [(torch.ones(3, 4, 4), at) for at in range(10)], 8, shuffle=True, collate_fn=columns
-        )  # type: ignore[arg-type]
-        counted = []
-        for rows, _ in swarm.batches(data, optimizer, max_steps=1):
-            net(torch.stack(rows).flatten(1)).square().mean().backward()
-            optimizer.step()
-            counted.append(optimizer.rounds.share.counted)
-            if len(counted) == 3:
-                break
-        return counted
-
-    assert toy.alone(train) == [8.0, 10.0, 18.0]
-
-
 def columns(rows: list[Any]) -> Any:
     return tuple(zip(*rows, strict=True))
+
+
+def without_gaps(items: list[Any]) -> Any:
+    """Collate what could be read."""
+    return (torch.stack([item for item in items if item is not None]),)
+
+
+@pytest.mark.parametrize(
+    ("rows", "batch_size", "collate", "counted"),
+    [
+        ([(image, 0) for image in images(10)], 8, columns, [8.0, 10.0, 18.0]),
+        ([*images(5), None, *images(2), None, None, *images(2)], 5, without_gaps, [5.0, 7.0, 9.0]),
+    ],
+    ids=["detection", "what it drops"],
+)
+def test_a_loader_that_collates_by_itself_counts_what_it_gives(
+    rows: Any, batch_size: int, collate: Any, counted: list[float]
+) -> None:
+    def train(swarm: Swarm) -> list[float]:
+        net = torch.nn.Linear(48, 1)
+        inner = torch.optim.SGD(net.parameters(), lr=0.01)
+        optimizer = swarm.optimizer(inner, target_batch_size=1000, model=net)
+        batches = swarm.batches(DataLoader(rows, batch_size, collate_fn=collate), optimizer, max_steps=1)
+        found = []
+        for _ in counted:
+            net(torch.stack([*next(batches)[0]]).flatten(1)).square().mean().backward()
+            optimizer.step()
+            found.append(optimizer.rounds.share.counted)
+        return found
+
+    assert toy.alone(train) == counted
 
 
 class Numbers(IterableDataset[Any]):
@@ -272,117 +244,48 @@ def one_of_two_parts() -> Any:
     return split_dataset_by_node(streamed(), rank=0, world_size=2)
 
 
-def mean_over(rows: torch.Tensor) -> torch.nn.Module:
-    """One process that takes a step with the mean over these rows."""
-    net = toy.model()
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
-    net(rows).square().mean().backward()
-    optimizer.step()
-    return net
-
-
-def rows_of(count: int) -> torch.Tensor:
-    return torch.randn(count, 8, generator=torch.Generator().manual_seed(3))
-
-
-def test_peers_that_accumulate_other_numbers_of_batches_weigh_by_their_samples() -> None:
-    x_BI = rows_of(48)
-    parts = {"alice": x_BI[:32], "bob": x_BI[32:]}
-
-    def train(swarm: Swarm) -> torch.Tensor:
-        net, optimizer = begin(swarm, target_batch_size=48)
-        accumulated = {"alice": 4, "bob": 1}[swarm.name]
-        batches = swarm.batches([*parts[swarm.name].split(8)], optimizer, max_steps=1)
-        for index in range({"alice": 4, "bob": 2}[swarm.name]):
-            (net(next(batches)).square().mean() / accumulated).backward()
-            if (index + 1) % accumulated == 0:
-                optimizer.step()
-        if not optimizer.global_step:
-            optimizer.wait_step()
-        return toy.parameters_of(net)
-
-    with cs.simulate(2, seed=1) as simulation:
-        alices, bobs = simulation.run(train).values()
-    torch.testing.assert_close(alices, bobs, rtol=0, atol=0)
-    torch.testing.assert_close(alices, toy.parameters_of(mean_over(x_BI)), rtol=0, atol=1e-5)
-
-
-def compute(net: torch.nn.Module, optimizer: SwarmOptimizer, x_BI: torch.Tensor) -> None:
-    net(x_BI).square().mean().backward()
-
-
-def pass_over(net: torch.nn.Module, optimizer: SwarmOptimizer, x_BI: torch.Tensor) -> None:
-    """Take the next batch."""
-
-
-def clear(net: torch.nn.Module, optimizer: SwarmOptimizer, x_BI: torch.Tensor) -> None:
-    compute(net, optimizer, x_BI)
-    optimizer.zero_grad()
-
-
-def clear_and_compute(net: torch.nn.Module, optimizer: SwarmOptimizer, x_BI: torch.Tensor) -> None:
-    optimizer.zero_grad()
-    compute(net, optimizer, x_BI)
-
-
-def clear_by_the_model(net: torch.nn.Module, optimizer: SwarmOptimizer, x_BI: torch.Tensor) -> None:
-    net(x_BI).square().mean().backward()
-    net.zero_grad()
-
-
-ALL = [compute, compute, compute]
+def use(how: str, net: torch.nn.Module, optimizer: SwarmOptimizer, x_BI: torch.Tensor) -> None:
+    """Compute a batch's gradient, unless it is passed over."""
+    if how == "cleared before":
+        optimizer.zero_grad()
+    if how != "passed over":
+        net(x_BI).square().mean().backward()
+    if how == "cleared":
+        optimizer.zero_grad()
+    if how == "cleared by the model":
+        net.zero_grad()
 
 
 @pytest.mark.parametrize(
-    ("use", "sizes", "batch_size", "counted"),
+    ("ways", "sizes", "batch_size", "counted"),
     [
-        pytest.param(ALL, [4, 2, 1], None, 7, id="all"),
-        pytest.param([pass_over, compute, compute], [4, 2, 1], None, 3, id="the first passed over"),
-        pytest.param([compute, pass_over, compute], [4, 2, 1], None, 5, id="the second passed over"),
-        pytest.param([clear, compute, compute], [4, 2, 1], None, 3, id="the first cleared"),
-        pytest.param([compute, clear, compute], [4, 2, 1], None, 1, id="all cleared"),
-        pytest.param([compute, clear_by_the_model, compute], [4, 2, 1], None, 1, id="cleared by the model"),
-        pytest.param([compute, compute, clear_and_compute], [4, 2, 1], None, 1, id="cleared before the last"),
-        pytest.param([compute, compute], [4, 0, 1], None, 5, id="an empty batch is not given"),
-        pytest.param(ALL, [1, 1, 1], 8, 24, id="rows are something else"),
-        pytest.param(ALL, [8, 8, 3], 8, 19, id="rows are samples"),
-        pytest.param([compute, compute], [16, 16], 8, 16, id="two rows a sample"),
+        (["", "", ""], [4, 2, 1], None, 7),
+        (["passed over", "", ""], [4, 2, 1], None, 3),
+        (["", "passed over", ""], [4, 2, 1], None, 5),
+        (["cleared", "", ""], [4, 2, 1], None, 3),
+        (["", "cleared", ""], [4, 2, 1], None, 1),
+        (["", "cleared by the model", ""], [4, 2, 1], None, 1),
+        (["", "", "cleared before"], [4, 2, 1], None, 1),
+        pytest.param(["", ""], [4, 0, 1], None, 5, id="an empty batch is not given"),
+        pytest.param(["", "", ""], [1, 1, 1], 8, 24, id="rows are something else"),
+        pytest.param(["", "", ""], [8, 8, 3], 8, 19, id="rows are samples"),
+        pytest.param(["", ""], [16, 16], 8, 16, id="two rows a sample"),
     ],
 )
 def test_a_step_counts_the_batches_whose_gradients_are_in_it(
-    use: Any, sizes: list[int], batch_size: int | None, counted: float
+    ways: list[str], sizes: list[int], batch_size: int | None, counted: float
 ) -> None:
     def train(swarm: Swarm) -> float:
         net = toy.model()
         inner = torch.optim.SGD(net.parameters(), lr=0.01)
         optimizer = swarm.optimizer(inner, target_batch_size=1000, batch_size=batch_size, model=net)
         batches = swarm.batches([torch.ones(size, 8) for size in sizes], optimizer, max_steps=1)
-        for function in use:
-            function(net, optimizer, next(batches))
+        for how in ways:
+            use(how, net, optimizer, next(batches))
         optimizer.step()
         return optimizer.rounds.share.counted
 
     assert toy.alone(train) == counted
-
-
-def without_gaps(items: list[Any]) -> tuple[torch.Tensor]:
-    """Collate what could be read."""
-    return (torch.stack([item for item in items if item is not None]),)
-
-
-def test_what_a_collate_function_drops_does_not_count() -> None:
-    x_BI = rows_of(9)
-    rows: Any = [*x_BI[:5], None, *x_BI[5:7], None, None, *x_BI[7:]]
-
-    def train(swarm: Swarm) -> torch.Tensor:
-        net, optimizer = begin(swarm, target_batch_size=9)
-        data = DataLoader(rows, 5, collate_fn=without_gaps)
-        for (batch,) in swarm.batches(data, optimizer, max_steps=1):
-            net(batch).square().mean().backward()
-            optimizer.step()
-        return toy.parameters_of(net)
-
-    torch.testing.assert_close(toy.alone(train), toy.parameters_of(mean_over(x_BI)), rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -390,7 +293,7 @@ def test_what_a_collate_function_drops_does_not_count() -> None:
     [
         lambda: [[torch.ones(9, 8), torch.ones(4, 8)]],
         # two rows of eight values: two samples of eight that were drawn, or eight with time first
-        lambda: DataLoader([*rows_of(2), *[None] * 6], 8, collate_fn=without_gaps),  # type: ignore[arg-type]
+        lambda: DataLoader([*torch.ones(2, 8), *[None] * 6], 8, collate_fn=without_gaps),  # type: ignore[arg-type]
     ],
     ids=["parts of other lengths", "rows that may be columns"],
 )
@@ -622,12 +525,3 @@ def test_the_kept_position_of_a_stream_is_never_older_than_a_minute() -> None:
 
     with cs.simulate(1, samples_per_s=2.0) as simulation:
         simulation.run(train)
-
-
-def test_a_stream_that_ends_before_the_last_step_says_so() -> None:
-    def train(swarm: Swarm) -> None:
-        net, optimizer = begin(swarm)
-        with pytest.raises(ValueError, match="the stream of batches has ended: pass one without an end"):
-            run(swarm, 9, Counting(last=2), optimizer, net)
-
-    toy.alone(train)

@@ -1,11 +1,10 @@
 """The doctor's checks on made-up facts."""
 
 import math
-import re
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import colab_swarm as cs
@@ -20,7 +19,7 @@ from colab_swarm.swarm.calibration import Subject
 from colab_swarm.swarm.doctor import GREEN, RED, WIDTH, YELLOW, Check, Diagnosis, Gpus, Light
 from colab_swarm.training.settings import Due, TrainingSettings
 from colab_swarm.training.timing import Turn
-from tests.notebook.test_views import parsed, tags
+from tests.notebook.test_views import parsed
 
 CU128 = ["sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120", "compute_120"]
 T4 = Gpus("Tesla T4", 1, 14_500_000_000, 15_600_000_000, (7, 5), CU128, bfloat16=False)
@@ -31,23 +30,17 @@ DIRECT = Reachability(Level.DIRECT, addresses=("ws://203.0.113.7:4500",))
 LARGE = Subject("ALBERT-large at 512 tokens", 18_105_474, 1_605_894_144.0)
 
 
-def test_a_healthy_peer_gets_only_green_lights() -> None:
-    found = [
-        checks.check_platform(PLAIN),
-        checks.check_internet(PLAIN, True),
-        checks.check_versions({"torch": "2.9.0+cu126"}),
-        checks.check_compute(8, 9 * GB, T4, LARGE),
-        checks.check_swarm("demo", linked=2, training=2),
-        checks.check_reachability(DIRECT),
-        checks.check_clock(0.2),
-        checks.check_bandwidth(Speed(20e6, 100e6, 0.05)),
-    ]
-    assert {each.light for each in found} == {GREEN}
-
-
 @pytest.mark.parametrize(
     ("found", "light", "fix"),
     [
+        (checks.check_platform(PLAIN), GREEN, ""),
+        (checks.check_internet(PLAIN, True), GREEN, ""),
+        (checks.check_versions({"torch": "2.9.0+cu126"}), GREEN, ""),
+        (checks.check_compute(8, 9 * GB, T4, LARGE), GREEN, ""),
+        (checks.check_swarm("demo", linked=2, training=2), GREEN, ""),
+        (checks.check_reachability(DIRECT), GREEN, ""),
+        (checks.check_clock(0.2), GREEN, ""),
+        (checks.check_bandwidth(Speed(20e6, 100e6, 0.05)), GREEN, ""),
         (checks.check_platform(COLAB), YELLOW, "accept_terms=True"),
         (checks.check_internet(PLAIN, False), YELLOW, "cs.join()"),
         (checks.check_internet(KAGGLE, False), RED, "switch Internet on"),
@@ -66,7 +59,7 @@ def test_a_healthy_peer_gets_only_green_lights() -> None:
     ],
     ids=lambda value: str(value)[:40],
 )
-def test_each_problem_is_found_and_has_its_fix(found: Check, light: Light, fix: str) -> None:
+def test_a_healthy_peer_is_green_and_each_problem_has_its_fix(found: Check, light: Light, fix: str) -> None:
     assert found.light is light and fix in found.fix
 
 
@@ -211,10 +204,7 @@ def test_landing_and_catching_up_count_as_time_of_rounds_and_a_break_of_the_loop
     period = [(Due.LOCAL_STEP, 1.0, 0.0), (Due.ROUND, 1.0, 0.2), *landing]
     spent = turns(*period * 3, (Due.LOCAL_STEP, 600.0, 0.0))
     assert told(1.0, spent, **LOCALLY)["rounds"][0].startswith("a round takes 2.00 s of every 6.33 s")
-
-
-def test_without_a_round_nothing_is_said_of_rounds() -> None:
-    assert told(0.037, turns(BATCH, BATCH)).keys() == {"step"}
+    assert "rounds" not in told(0.037, turns(BATCH, BATCH)), "there was none"
 
 
 GOOD = Check("disk", GREEN, "50.0 GB free here")
@@ -235,6 +225,8 @@ def test_text_shows_each_light_with_its_fix() -> None:
         " ✖ versions       torch 2.8 is older than 2.9",
         '                  → pip install -U "torch>=2.9"',
     ]
+    _, first, second, *more = str(Diagnosis((Check("compute", GREEN, "word " * 60),))).splitlines()
+    assert all(len(line) <= WIDTH for line in (first, second, *more)) and second.startswith(" " * 18 + "word")
 
 
 @pytest.mark.parametrize(
@@ -249,29 +241,14 @@ def test_the_worst_light_decides(found: tuple[Check, ...], verdict: str) -> None
     assert repr(Diagnosis(found)) == f"Diagnosis({verdict})"
 
 
-def test_the_html_has_symbols_and_words_and_loads_nothing() -> None:
-    page = html(GOOD, LOOK, STOP)
-    text = " ".join(parsed(page).itertext())
-    facts = ("✔", "▲", "✖", "50.0 GB", "use a cable", 'pip install -U "torch>=2.9"')
-    assert all(fact in text for fact in facts)
-    marks = [span for span in parsed(page).iter("span") if span.text and span.text[0] in "✔▲✖"]
-    assert [mark.text for mark in marks] == ["✔\xa0good", "▲\xa0warning", "✖\xa0problem"]
-    names = [name.attrib["style"] for name in parsed(page).iter("b") if name.text == "disk"]
+def test_the_html_has_symbols_words_and_fixes() -> None:
+    page = parsed(html(GOOD, LOOK, STOP))
+    text = " ".join(page.itertext())
+    assert all(fact in text for fact in ("50.0 GB", "use a cable", 'pip install -U "torch>=2.9"'))
+    marks = [span.text for span in page.iter("span") if span.text and span.text[0] in "✔▲✖"]
+    assert marks == ["✔\xa0good", "▲\xa0warning", "✖\xa0problem"]
+    names = [name.attrib["style"] for name in page.iter("b") if name.text == "disk"]
     assert names == ["white-space:nowrap"]
-    assert not re.search(r"<script|https?:|src=|url\(| on\w+=", page)
-
-
-def test_a_long_text_is_wrapped_under_its_beginning() -> None:
-    lines = str(Diagnosis((Check("compute", GREEN, "word " * 60),))).splitlines()
-    assert len(lines) > 3 and all(len(line) <= WIDTH for line in lines)
-    assert lines[2].startswith(" " * 18 + "word")
-
-
-@settings(max_examples=60)
-@given(st.text(max_size=80) | st.sampled_from(["<script>alert(1)</script>", '"><img src=x>', "a\x1b[2Jb\n"]))
-def test_texts_are_escaped(words: str) -> None:
-    hostile = Check(words, RED, words, words or "x")
-    assert tags(html(hostile)) <= tags(html(STOP)) and "\x1b" not in str(Diagnosis((hostile,)))
 
 
 @given(st.floats(0, 1e12), st.integers(1, 10**9), st.floats(1e3, 1e9))

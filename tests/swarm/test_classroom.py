@@ -45,31 +45,25 @@ def test_only_a_pupils_process_is_answered(board: classroom.Board, pupil: str) -
         name_for(board, pupil)
 
 
-def test_the_address_on_the_board_leads_into_the_run(board: classroom.Board) -> None:
+def test_the_address_on_the_board_leads_into_the_run_and_its_cell_can_be_run_again(
+    board: classroom.Board,
+) -> None:
     assert len(board.address) <= len("255.255.255.255:65535")
-    pupil = classroom.join(board.address)
-    assert pupil.name == "otter" and pupil.run_id == board.swarm.run_id
-    assert classroom.join(f" {board.address} ") is pupil
-    pupil.leave()
-
-
-def test_the_cell_that_opens_the_board_can_be_run_again(board: classroom.Board) -> None:
+    with classroom.join(board.address) as pupil:
+        assert pupil.name == "otter" and pupil.run_id == board.swarm.run_id
+        assert classroom.join(f" {board.address} ") is pupil
     assert classroom.open_board(board.swarm, port=0) is board
+    port = int(board.address.rpartition(":")[2])
+    with cs.create("other-class", access="open", peer_name="teacher", options=ALONE) as swarm:
+        other = classroom.Board(swarm, port)  # which is used
+        assert other.address != board.address and classroom.join(other.address).run == "other-class"
+        other.close()
     board.close()
     with pytest.raises(JoinError, match="same Wi-Fi"):
         classroom.join(board.address)
     again = classroom.open_board(board.swarm, port=0)
     assert again is not board
     again.close()
-
-
-def test_a_board_whose_port_is_used_takes_a_free_one(board: classroom.Board) -> None:
-    port = int(board.address.rpartition(":")[2])
-    with cs.create("other-class", access="open", peer_name="teacher", options=ALONE) as swarm:
-        other = classroom.Board(swarm, port)
-        assert other.address != board.address
-        assert classroom.join(other.address).run == "other-class"
-        other.close()
 
 
 @pytest.mark.parametrize("address", ["192.168.1.10:8421:1", "http://192.168.1.10", "nowhere.invalid"])

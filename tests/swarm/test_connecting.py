@@ -51,13 +51,15 @@ def start(**options: Any) -> Any:
         return cs.connect(**{"peer_name": "alice", **options})
 
 
-def test_a_script_has_no_form_and_is_told_what_to_call() -> None:
+def test_a_script_has_no_form_and_a_wrong_call_is_told_the_right_one() -> None:
     with pytest.raises(RuntimeError, match=r"cs.create\('my-run'\) .*cs.join\('swarm://…'\)"):
         cs.connect()
     with pytest.raises(TypeError, match="peer_name= for this peer's name, run= for the run's"):
         cs.connect(name="alice")  # type: ignore[call-arg]
     with pytest.raises(TypeError, match="peer_name="):
         cs.create("ours", name="alice")  # type: ignore[call-arg]
+    with pytest.raises(ValueError, match="accept_terms='yes' is unknown: pass True, or 'tunnels'"):
+        cs.create("ours", accept_terms="yes")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -78,28 +80,22 @@ def test_doors_are_tried_in_order_and_those_of_others_only_after_a_yes(
     assert doors(here, public=public, consent=consent, usable=usable) == expected
 
 
-def test_friends_connect_by_arguments_and_again_for_the_same_peer(capsys: pytest.CaptureFixture[str]) -> None:
-    alice = start(run="ours")
+def test_friends_connect_by_arguments_by_a_secret_and_come_back(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    alice = start(run="ours", state_dir=tmp_path / "alice")
     line = str(alice.invite())
     bob = cs.connect(f"  {line[:30]}\n{line[30:]} ", peer_name="bob")
     assert start(run="ours") is alice and cs.connect(line, peer_name="bob") is bob
     told = capsys.readouterr().out
     assert "○ others reach you: that shows when the first peer joins" in told
     assert "the local network" in told and f"reached {alice.id.hex()[:8]}: same machine" in told
-
-
-def test_an_invitation_may_be_a_secret(monkeypatch: pytest.MonkeyPatch) -> None:
-    alice = start(run="ours")
-    monkeypatch.setenv(connecting.SAVED, str(alice.invite()))
-    bob = start(peer_name="bob")
-    assert bob.run_id == alice.run_id and not bob.is_owner
-
-
-def test_a_saved_peer_comes_back(tmp_path: Path) -> None:
-    first = start(run="ours", state_dir=tmp_path / "alice")
-    first.leave()
+    monkeypatch.setenv(connecting.SAVED, line)
+    carol = start(peer_name="carol")
+    assert carol.run_id == alice.run_id and not carol.is_owner
+    alice.leave()
     again = cs.connect(state_dir=tmp_path / "alice")
-    assert again.id == first.id and again.run_id == first.run_id and again.name == "alice"
+    assert (again.id, again.run_id, again.name) == (alice.id, alice.run_id, "alice")
 
 
 def test_where_nobody_could_join_no_run_starts_and_the_ways_out_are_told(
@@ -120,7 +116,6 @@ def test_where_nobody_could_join_no_run_starts_and_the_ways_out_are_told(
 def test_a_door_that_does_not_open_is_left_for_the_next(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(connecting, "IROH", IROH)
     tried = [connecting.Door("iroh's free relays", {"iroh": "https://127.0.0.1:9"}), LAN]
     monkeypatch.setattr(connecting, "IROH", tried[0])
     monkeypatch.setattr(connecting, "doors", lambda *_, **__: tried)
@@ -140,10 +135,9 @@ class Clicked(Connection):
         return str(self._log.value)
 
 
-def open_form(here: Platform = JUPYTER) -> Clicked:
-    act: Any = connecting.partial(
-        connecting._connect, run="mine", allow=None, mailbox="", options=cs.NetworkOptions(), state_dir=None
-    )
+def open_form(here: Platform = JUPYTER, **changes: Any) -> Clicked:
+    given = {"run": "mine", "allow": None, "mailbox": "", "options": cs.NetworkOptions(), "state_dir": None}
+    act: Any = connecting.partial(connecting._connect, **given | changes)
     return Clicked(act, here, saved=False)
 
 
@@ -152,9 +146,9 @@ def test_the_form_tells_what_is_wrong_and_can_be_used_again(monkeypatch: pytest.
     form = open_form()
     with pytest.raises(JoinError, match="press Start / Join"):
         form.invite()
+    ended, later = str(alice.invite(hours=1)), time.time() + 3600 + 2 * SLACK_S
     form.press(invitation="hello")
     assert "✖" in form.log and form._button.description == "Try again" and form.is_open
-    ended, later = str(alice.invite(hours=1)), time.time() + 3600 + 2 * SLACK_S
     with monkeypatch.context() as clock:
         clock.setattr(time, "time", lambda: later)
         form.press(invitation=ended)
@@ -197,11 +191,12 @@ def test_a_starters_form_becomes_the_invitation() -> None:
 
 
 def test_a_box_that_is_not_ticked_starts_nothing_and_opens_no_relay(opened: list[str]) -> None:
-    form = open_form(JUPYTER)
+    form = open_form()
     form.press(name="alice", agreed=False)
     assert "tick the first box" in form.log and form.is_open and "bob" not in repr(form)
     with pytest.raises(JoinError, match="press Start / Join"):
         form.invite()
+    assert opened == []
 
 
 TOKEN = "2abcDEFsecretTOKEN"
@@ -273,11 +268,6 @@ def test_an_iroh_relay_of_a_friend_is_not_dialled_from_colab_without_a_yes(opene
     assert relays == {"alice": False, "bob": True} and opened == ["iroh"]
 
 
-def test_a_consent_that_is_unknown_is_refused_with_the_right_ones() -> None:
-    with pytest.raises(ValueError, match="accept_terms='yes' is unknown: pass True, or 'tunnels'"):
-        cs.create("ours", accept_terms="yes")  # type: ignore[arg-type]
-
-
 def test_the_form_on_colab_has_a_second_box_and_a_field_for_the_token(opened: list[str]) -> None:
     form = open_form(COLAB)
     assert len(form._box.children) == 7 and len(open_form(JUPYTER)._box.children) == 6
@@ -306,15 +296,7 @@ def test_the_token_opens_the_door_and_stays_nowhere(
     monkeypatch.setattr(platforms, "platform", lambda: COLAB)
     # the stand-in's public end is a port of this machine
     monkeypatch.setattr("colab_swarm.invite.only_local", lambda contacts: False)
-    act: Any = connecting.partial(
-        connecting._connect,
-        run="ours",
-        allow=None,
-        mailbox="",
-        options=cs.NetworkOptions(),
-        state_dir=folder / "alice",
-    )
-    form = Clicked(act, COLAB, saved=False)
+    form = open_form(COLAB, run="ours", state_dir=folder / "alice")
     form._agreed.value, form._tunnels.value, form._token.value = True, True, TOKEN
     form.press(name="alice")
     assert form.reachability.level is ReachabilityLevel.TUNNEL and TOKEN.encode() not in read(

@@ -46,11 +46,19 @@ def test_without_a_front_end_the_story_is_printed_and_can_be_repeated(
         assert play(again) == story
 
 
-def test_a_run_ends_after_its_seconds(simulation: Simulation) -> None:
+@pytest.mark.slow
+def test_a_run_ends_after_its_seconds_and_a_crashed_peer_is_shown_at_its_last_step(
+    simulation: Simulation,
+) -> None:
     began = simulation.time
-    lesson = simulation.play(train_forever, seconds=1.0, live=False)
-    assert simulation.time == lesson.snapshot().at == pytest.approx(began + 1.0)
+    simulation.network.at(5.0).crash("bob")
+    assert "alice" in simulation._repr_html_() and "to come: 5 s: bob crashes" in simulation._repr_html_()
+    lesson = simulation.play(train_forever, seconds=10.0, live=False)
+    assert simulation.time == lesson.snapshot().at == pytest.approx(began + 10.0)
     assert lesson.wait() == {} and lesson.snapshot().state == "finished"
+    alice, bob, _ = simulation.snapshot().peers
+    assert bob.role == "crashed" and 0 < bob.step < alice.step and bob.loss is not None
+    assert [fault.name for fault in simulation.network.fired] == ["crash"]
 
 
 @pytest.mark.slow
@@ -72,26 +80,10 @@ def test_an_impossible_action_is_reported_and_every_other_happens(simulation: Si
     wait(lambda: any("dave has joined" in line for line in lesson.snapshot().story))
 
 
-@pytest.mark.slow
-def test_a_crashed_peer_is_shown_at_its_last_step(simulation: Simulation) -> None:
-    simulation.network.at(5.0).crash("bob")
-    simulation.play(train, live=False)
-    alice, bob, _ = simulation.snapshot().peers
-    assert bob.role == "crashed" and 0 < bob.step < alice.step and bob.loss is not None
-    assert [fault.name for fault in simulation.network.fired] == ["crash"]
-
-
 def played(
     simulation: Simulation, train: Callable[[Swarm], Any] = train_forever, **options: Any
 ) -> InteractiveRun:
     return simulation.play(train, speed=1000.0, live=True, **options)
-
-
-def test_a_new_run_stops_the_former_one_and_so_does_closing(simulation: Simulation) -> None:
-    first, second = played(simulation), played(simulation)
-    assert first.snapshot().state in OVER and second.snapshot().state == "playing"
-    simulation.close()
-    assert second.snapshot().state == "stopped"
 
 
 def test_an_error_of_a_peers_code_is_shown_and_raised(simulation: Simulation) -> None:
@@ -109,7 +101,7 @@ def test_an_error_of_a_peers_code_is_shown_and_raised(simulation: Simulation) ->
         played(simulation, lambda _: exit()).wait()
 
 
-def test_time_stands_still_while_paused_and_step_advances_it_by_a_second(simulation: Simulation) -> None:
+def test_a_run_is_paused_stepped_slowed_and_stopped_by_the_next(simulation: Simulation) -> None:
     lesson = played(simulation)
     lesson.pause()
 
@@ -124,15 +116,15 @@ def test_time_stands_still_while_paused_and_step_advances_it_by_a_second(simulat
     lesson.step()
     wait(lambda: lesson.snapshot().at == pytest.approx(at + 1.0))
     assert time_after(4) == pytest.approx(at + 1.0) and lesson.snapshot().state == "paused"
+    lesson.speed = 0  # the lowest one
+    lesson.pause(False)
+    time_after(5)
+    lesson.speed = 1000.0
+    second = played(simulation)
+    assert lesson.snapshot().state in OVER and second.snapshot().state == "playing"
     lesson.close()
-    lesson.close()
-    assert lesson.snapshot().state == "stopped"
-
-
-def test_a_simulation_shows_its_peers_and_the_faults_to_come(simulation: Simulation) -> None:
-    simulation.network.at(60.0).crash("bob")
-    shown = simulation._repr_html_()
-    assert "alice" in shown and "to come: 60 s: bob crashes" in shown
+    simulation.close()
+    assert second.snapshot().state == "stopped"
 
 
 @pytest.mark.slow
@@ -149,13 +141,3 @@ def test_a_peer_added_twice_joins_once_and_wakes_an_empty_swarm(simulation: Simu
     lesson.pause(False)
     wait(lambda: any("bob has joined" in line for line in lesson.snapshot().story))
     assert at < 100 and len(simulation.network.fired) == 3 and not lesson.snapshot().error
-
-
-def test_a_speed_of_zero_means_the_lowest_speed(simulation: Simulation) -> None:
-    lesson = played(simulation, seconds=50.0)
-    lesson.speed = 0
-    lesson.inject("crash", "bob")
-    wait(lambda: bool(simulation.network.fired))
-    lesson.speed = 1000.0
-    lesson.close()
-    assert lesson.snapshot().state in OVER

@@ -56,61 +56,51 @@ def test_a_token_leaves_only_with_consent(act: Callable[[str], object], received
         assert received == []
 
 
-def test_who_would_get_the_token_is_said_and_with_consent_it_arrives(
+def test_the_organizer_that_would_get_the_token_is_named_and_gets_it_with_consent_alone(
     received: list[str], tmp_path: Path
 ) -> None:
-    folder = tmp_path / "ada"
+    at = {"options": QUIET, "state_dir": tmp_path / "ada"}
+    with cs.create("unnamed", options=QUIET) as other:
+        with cs.join(other.invite(uses=1), peer_name="ada", options=QUIET, send_hf_token=True) as ada:
+            assert linked(other, ada) and network_of(ada).access.token == ""
+        assert received == [], "another run gets no token even with consent"
     with cs.create("named", allow=ALLOW, options=QUIET) as swarm:
         invite = str(swarm.invite())
-        organizer = swarm.id.hex()[:8]
-        with pytest.raises(JoinError, match=rf"named, peer {organizer}, would get.*send_hf_token=True"):
-            cs.join(invite, peer_name="ada", options=QUIET, state_dir=folder)
-        with cs.join(invite, peer_name="ada", options=QUIET, state_dir=folder, send_hf_token=True) as ada:
+        said = rf"named, peer {swarm.id.hex()[:8]}, would get.*send_hf_token=True"
+        with pytest.raises(JoinError, match=said):
+            cs.join(invite, peer_name="ada", **at)
+        with cs.join(invite, peer_name="ada", send_hf_token=True, **at) as ada:
             assert linked(swarm, ada) and received == ["of-ada"]
         with pytest.raises(JoinError, match="send_hf_token=True"):
-            cs.join(state_dir=folder)
+            cs.join(state_dir=at["state_dir"])
         assert received == ["of-ada"]
-        with cs.join(state_dir=folder, send_hf_token=True) as ada:
+        with cs.join(state_dir=at["state_dir"], send_hf_token=True) as ada:
             assert linked(swarm, ada)
-
-
-def test_another_run_gets_no_token_even_with_consent(received: list[str]) -> None:
-    with cs.create("unnamed", options=QUIET) as swarm:
-        invite = swarm.invite(uses=1)
-        with cs.join(invite, peer_name="ada", options=QUIET, send_hf_token=True) as ada:
-            assert linked(swarm, ada) and network_of(ada).access.token == ""
-    assert received == []
     with pytest.raises(ValueError, match="lets everyone in"):
         cs.create("named", access="open", allow=ALLOW, options=QUIET)
 
 
-def test_a_viewer_may_look_but_not_train_and_a_counted_invitation_is_used_up() -> None:
+def test_a_viewer_may_look_but_not_train_and_peers_and_invitations_can_be_revoked() -> None:
     with cs.create("roles", options=QUIET) as swarm:
-        invite = swarm.invite(role="viewer", uses=1)
-        with cs.join(invite, peer_name="bob", options=QUIET) as bob:
-            assert bob.snapshot().run == "roles" and bob.reachability.addresses
-            with pytest.raises(PermissionError, match="joined as a viewer: to train, ask for"):
-                join_training(bob, model())
-            with pytest.raises(PermissionError, match="only the"):
-                bob.invite(role="worker")
-            with pytest.raises(ValueError, match="choose one of worker, reducer, viewer"):
-                swarm.invite(role="authority")
+        once, many = swarm.invite(role="viewer", uses=1), swarm.invite()
+        bob = cs.join(once, peer_name="bob", options=QUIET)
+        assert bob.snapshot().run == "roles" and bob.reachability.addresses
+        with pytest.raises(PermissionError, match="joined as a viewer: to train, ask for"):
+            join_training(bob, model())
+        with pytest.raises(PermissionError, match="only the"):
+            bob.invite(role="worker")
+        with pytest.raises(ValueError, match="choose one of worker, reducer, viewer"):
+            swarm.invite(role="authority")
         with pytest.raises(JoinError, match="was for 1 peer"):
-            cs.join(invite, peer_name="carol", options=QUIET)
-
-
-def test_a_revoked_peer_is_out_everywhere_as_are_peers_of_a_revoked_invitation() -> None:
-    with cs.create("out", options=QUIET) as swarm:
-        invite = swarm.invite()
-        bob = cs.join(invite, peer_name="bob", options=QUIET)
-        with cs.join(invite, peer_name="carol", options=QUIET) as carol:
+            cs.join(once, peer_name="eve", options=QUIET)
+        with cs.join(many, peer_name="carol", options=QUIET) as carol:
             wait(lambda: linked(carol, bob) or linked(bob, carol))
             swarm.remove_peer(bob.id.hex()[:8])
             wait(lambda: not linked(swarm, bob) and not linked(carol, bob))
             assert linked(swarm, carol) and any("revoked" in line for line in bob.snapshot().log)
-            swarm.remove_peer(invite)
+            swarm.remove_peer(many)
             with pytest.raises(JoinError, match="revoked"):
-                cs.join(invite, peer_name="dave", options=QUIET)
+                cs.join(many, peer_name="dave", options=QUIET)
             with pytest.raises(PermissionError, match="created the run"):
                 carol.remove_peer(swarm.id)
             with pytest.raises(ValueError, match="matches 0 peers"):

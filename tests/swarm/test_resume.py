@@ -2,15 +2,15 @@
 
 import asyncio
 import random
-import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,8 +27,17 @@ from colab_swarm.swarm import network
 from colab_swarm.swarm import swarm as swarm_module
 from colab_swarm.swarm.saved import read_saved
 from colab_swarm.swarm.swarm import Swarm
+from tests.netlab.lab import Program
 from tests.swarm import leave_in, network_of, wait
-from tests.training.toy import BATCH, join_training, loss_of, model, parameters_of, wait_for_peers
+from tests.training.toy import (
+    BATCH,
+    join_training,
+    loss_of,
+    model,
+    parameters_of,
+    train_freely,
+    wait_for_peers,
+)
 
 
 @pytest.fixture
@@ -37,26 +46,27 @@ def alice(tmp_path: Path) -> Iterator[Swarm]:
         yield swarm
 
 
-def train_alone(swarm: Swarm, steps: int) -> torch.nn.Module:
-    optimizer = join_training(swarm, net := model())
-    while optimizer.global_step < steps:
-        loss_of(net, optimizer.global_step).backward()
-        optimizer.step(samples=BATCH)
-    return net
-
-
-def test_a_member_comes_back_under_its_id_and_name_with_its_options(alice: Swarm, tmp_path: Path) -> None:
+def test_the_owner_and_a_member_come_back_as_who_they_were(tmp_path: Path) -> None:
+    began = cs.create("test-run", peer_name="alice", state_dir=tmp_path / "alice")
+    old = began.invite()
+    at = {"state_dir": tmp_path / "bob"}
     options = cs.NetworkOptions(lan=False, upload_mbit_s=50.0)
-    invitation = alice.invite()
-    with cs.join(invitation, peer_name="bob", state_dir=tmp_path / "bob", options=options) as bob:
-        assert cs.join(state_dir=tmp_path / "bob") is bob
-    with cs.join(state_dir=tmp_path / "bob") as again:
-        assert (again.id, again.name) == (bob.id, "bob") and again is not bob
-        assert network_of(again).options.upload_mbit_s == 50.0
-    # the cell that it joined with brings it back too
-    with cs.join(invitation, state_dir=tmp_path / "bob") as again:
-        assert (again.id, again.name) == (bob.id, "bob")
-        assert cs.join(invitation, state_dir=tmp_path / "bob") is again
+    with cs.join(old, peer_name="bob", options=options, **at) as bob:
+        began.leave()
+        with cs.join(state_dir=tmp_path / "alice") as alice:
+            assert (alice.id, alice.run_id, alice.name) == (began.id, began.run_id, "alice")
+            assert bob.id in alice.services.peers.linked()
+            for name, invitation in (("carol", alice.invite()), ("dave", old)):
+                with cs.join(invitation, peer_name=name) as other:
+                    assert other.run_id == began.run_id and alice.id in other.services.peers.linked()
+            assert cs.join(**at) is bob
+            bob.leave()
+            with cs.join(**at) as again:
+                assert (again.id, again.name) == (bob.id, "bob") and again is not bob
+                assert network_of(again).options.upload_mbit_s == 50.0
+            # the cell that it joined with brings it back too
+            with cs.join(old, **at) as again:
+                assert (again.id, again.name) == (bob.id, "bob") and cs.join(old, **at) is again
 
 
 def test_a_membership_outlives_the_invitation(
@@ -69,19 +79,6 @@ def test_a_membership_outlives_the_invitation(
         Invite.parse(str(invitation))
     with cs.join(state_dir=tmp_path / "bob") as bob:
         assert alice.id in bob.services.peers.linked()
-
-
-def test_the_owner_comes_back_as_the_authority_and_finds_the_others(tmp_path: Path) -> None:
-    began = cs.create("test-run", peer_name="alice", state_dir=tmp_path / "alice")
-    old = began.invite()
-    with cs.join(old, peer_name="bob") as bob:
-        began.leave()
-        with cs.join(state_dir=tmp_path / "alice") as alice:
-            assert (alice.id, alice.run_id, alice.name) == (began.id, began.run_id, "alice")
-            assert bob.id in alice.services.peers.linked()
-            for name, invitation in (("carol", alice.invite()), ("dave", old)):
-                with cs.join(invitation, peer_name=name) as other:
-                    assert other.run_id == began.run_id and alice.id in other.services.peers.linked()
 
 
 def test_a_port_that_another_program_uses_now_does_not_keep_a_peer_away(tmp_path: Path) -> None:
@@ -141,35 +138,25 @@ def test_a_peer_that_was_just_met_is_saved_at_once(
             wait(lambda: carol.id in known())
 
 
-class Dialled:
-    """A node that reaches one of many peers; the others stay silent, each for its whole time limit."""
-
-    def __init__(self, living: PeerId | None) -> None:
-        self._living = living
-        self.dialled: list[PeerId] = []
-        self.open = self.most = 0
-
-    async def link_to(self, peer: PeerId, timeout_s: float) -> None:
-        self.dialled.append(peer)
-        self.open += 1
-        self.most = max(self.most, self.open)
-        try:
-            if peer != self._living:
-                await asyncio.sleep(timeout_s)
-                raise PeerTimeout(f"no link to {peer.hex()[:8]}")
-        finally:
-            self.open -= 1
-
-
-def test_a_peer_enters_through_the_last_living_one_of_many_that_it_knew() -> None:
+@pytest.mark.parametrize("lives", [True, False])
+def test_a_peer_enters_through_the_last_living_one_of_many_that_it_knew(lives: bool) -> None:
     known = [Contact(PeerId(bytes([number]) * 32), (f"ws://203.0.113.{number}:1",)) for number in range(64)]
-    node = Dialled(known[-1].id)
-    run_virtual(network.enter(node, known))
-    assert node.dialled == [contact.id for contact in known] and node.most == network.DIALS and node.open == 0
-    dead = Dialled(None)
-    with pytest.raises(JoinError, match=r"nobody answers\. .*run has ended.*\(tried: .*; "):
-        run_virtual(network.enter(dead, known))
-    assert len(dead.dialled) == len(known)
+    dialled, at_once = list[PeerId](), [0]
+
+    async def link_to(peer: PeerId, timeout_s: float) -> None:
+        """The others stay silent, each for its whole time limit."""
+        dialled.append(peer)
+        if not lives or peer != known[-1].id:
+            at_once.append(at_once[-1] + 1)
+            await asyncio.sleep(timeout_s)
+            at_once.append(at_once[-1] - 1)
+            raise PeerTimeout(f"no link to {peer.hex()[:8]}")
+
+    node: Any = SimpleNamespace(link_to=link_to)
+    said = r"nobody answers\. .*run has ended.*\(tried: .*; "
+    with nullcontext() if lives else pytest.raises(JoinError, match=said):
+        run_virtual(network.enter(node, known))
+    assert dialled == [contact.id for contact in known] and max(at_once) == network.DIALS
 
 
 def test_a_folder_of_another_run_is_refused(alice: Swarm, tmp_path: Path) -> None:
@@ -187,7 +174,7 @@ def test_a_folder_of_another_run_is_refused(alice: Swarm, tmp_path: Path) -> Non
 
 @pytest.mark.slow
 def test_progress_saved_here_is_restored_in_a_swarm_that_lost_it(alice: Swarm, tmp_path: Path) -> None:
-    net = train_alone(alice, 6)
+    trained, _ = train_freely(alice, 6, samples=BATCH)
     alice.leave()
     with cs.join(state_dir=tmp_path / "alice") as again, cs.join(again.invite(), peer_name="bob") as bob:
         fresh = join_training(bob, theirs := model(seed=3))
@@ -196,42 +183,17 @@ def test_progress_saved_here_is_restored_in_a_swarm_that_lost_it(alice: Swarm, t
         while fresh.global_step < 6:
             loss_of(theirs, 0, slice(0, 1)).backward()
             fresh.step(samples=0.1)
-        torch.testing.assert_close(parameters_of(theirs), parameters_of(net))
-
-
-class Kernel:
-    def __init__(self, *arguments: str) -> None:
-        command = [sys.executable, "-m", "tests.swarm.kept_process", *arguments]
-        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-
-    def told(self, what: str) -> str:
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            if line.startswith(what):
-                return line.split()[1]
-        raise AssertionError(f"the kernel ended without telling its {what}")
-
-    def steps(self, count: int) -> int:
-        step = last = int(self.told("step"))
-        while step < last + count:
-            step = int(self.told("step"))
-        return step
-
-    def kill(self) -> None:
-        self.process.send_signal(signal.SIGKILL)
-        self.process.wait()
-        assert self.process.stdout is not None
-        self.process.stdout.close()
+        torch.testing.assert_close(parameters_of(theirs), trained)
 
 
 @contextmanager
-def kernel(*arguments: str) -> Iterator[Kernel]:
-    one = Kernel(*arguments)
+def kernel(*arguments: str) -> Iterator[Program]:
+    command = [sys.executable, "-m", "tests.swarm.kept_process", *arguments]
+    one = Program("a kernel", subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
     try:
         yield one
     finally:
-        if one.process.returncode is None:
-            one.kill()
+        one.kill()
 
 
 @pytest.mark.slow
@@ -240,26 +202,26 @@ def test_a_kernel_killed_while_it_trains_comes_back_as_the_same_peer(alice: Swar
     stop = threading.Event()
 
     def train() -> None:
-        for batch in range(100_000):
-            if stop.is_set():
-                return
-            loss_of(net, batch).backward()
+        while not stop.wait(0.02):  # a batch takes its time
+            loss_of(net, optimizer.global_step).backward()
             optimizer.step(samples=5)
-            stop.wait(0.02)  # a batch takes its time
 
     trainer = threading.Thread(target=train)
     trainer.start()
     try:
         with kernel(str(tmp_path / "bob"), str(alice.invite())) as first:
-            peer, step = first.told("id"), first.steps(10)
+            peer = first.line(timeout_s=120.0)  # torch is imported first
+            while (step := first.line()) < 10:
+                pass
             with pytest.raises(StateError, match=f"in use by process {first.process.pid}"):
                 cs.join(state_dir=tmp_path / "bob")
             first.kill()
         credited = next(one for one in alice.contributions() if one.peer.hex() == peer)
         assert credited.samples > 0
         with kernel(str(tmp_path / "bob")) as second:
-            assert second.told("id") == peer and int(second.told("step")) >= step
-            second.steps(10)
+            assert second.line(timeout_s=120.0) == peer and second.line() >= step
+            while second.line() < step + 10:
+                pass
         rows = [one for one in alice.contributions() if one.peer != alice.id]
         assert [row.peer.hex() for row in rows] == [peer] and rows[0].samples > credited.samples
     finally:

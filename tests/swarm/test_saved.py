@@ -44,46 +44,37 @@ def stored_in(folder: Path, options: NetworkOptions = OPTIONS) -> PeerStore:
     return store
 
 
-def test_what_is_written_is_read_by_the_next_session(tmp_path: Path) -> None:
-    (tmp_path / "holiday.jpg").write_bytes(b"x")
-    assert read_saved(tmp_path) is None and read_saved(tmp_path / "absent") is None
-    stored_in(tmp_path).close()
-    saved = read_saved(tmp_path)
-    assert saved is not None and saved.membership == b"membership"
-    assert NetworkOptions.from_saved(saved.options) == replace(OPTIONS, announce=["ws://203.0.113.7:4500"])
-    assert saved.contacts == (contact(1),)
-
-
-def test_only_the_owner_can_read_it_and_no_repr_shows_it(tmp_path: Path) -> None:
+def test_what_is_written_is_read_by_the_next_session_and_by_its_owner_only(tmp_path: Path) -> None:
     folder = tmp_path / "peer"
+    (tmp_path / "holiday.jpg").write_bytes(b"x")
+    assert read_saved(tmp_path) is None and read_saved(folder) is None
     former = os.umask(0)
     try:
         store = stored_in(folder)
     finally:
         os.umask(former)
-    assert repr(read_saved(folder)) == "SavedPeer(alice of my-run)"
-    assert repr(store).startswith("PeerStore('/")
     files = [folder, *folder.iterdir()]
     assert len(files) == 5 and not any(path.stat().st_mode & 0o077 for path in files)
+    saved = read_saved(folder)
+    assert saved is not None and saved.membership == b"membership" and saved.contacts == (contact(1),)
+    assert NetworkOptions.from_saved(saved.options) == replace(OPTIONS, announce=["ws://203.0.113.7:4500"])
+    assert repr(saved) == "SavedPeer(alice of my-run)" and repr(store).startswith("PeerStore('/")
+    # peers that are gone are remembered after those that are linked
+    store.write([contact(number) for number in range(2, 2 + module.MAX_CONTACTS - 1)], b"", ())
+    store.write([contact(200)], b"", ())
+    store.close()
+    # nothing is written once the folder is left
+    store.write([contact(9)], b"", ())
+    assert not (folder / "in-use.json").exists()
+    saved = read_saved(folder)
+    assert saved is not None and len(saved.contacts) == module.MAX_CONTACTS
+    assert saved.contacts[:2] == (contact(200), contact(2))
 
 
 def test_a_tunnels_token_is_not_saved() -> None:
     options = NetworkOptions(tunnel=TunnelSettings("ngrok", auth_token="secret"), identity="/a/key")
     saved = options.to_saved()
     assert saved["tunnel"] == "ngrok" and "secret" not in str(saved) and saved["identity"] is None
-
-
-def test_peers_that_are_gone_are_remembered_after_those_that_are_linked(tmp_path: Path) -> None:
-    store = stored_in(tmp_path)
-    store.write([contact(number) for number in range(2, 2 + module.MAX_CONTACTS - 1)], b"", ())
-    store.write([contact(200)], b"", ())
-    store.close()
-    # nothing is written once the folder is left
-    store.write([contact(9)], b"", ())
-    assert not (tmp_path / "in-use.json").exists()
-    saved = read_saved(tmp_path)
-    assert saved is not None and len(saved.contacts) == module.MAX_CONTACTS
-    assert saved.contacts[:2] == (contact(200), contact(2))
 
 
 def test_a_folder_that_vanished_and_was_recreated_is_noticed(tmp_path: Path) -> None:
@@ -112,19 +103,15 @@ def test_a_damaged_file_is_refused_or_harmless(tmp_path: Path, where: int, byte:
         (tmp_path / "peer.json").write_bytes(data)
 
 
-def test_a_folder_that_lost_its_key_and_a_file_in_its_place_say_so(tmp_path: Path) -> None:
+def test_a_newer_folder_one_without_its_key_and_a_file_say_what_to_do(tmp_path: Path) -> None:
     stored_in(tmp_path).close()
+    path = tmp_path / "peer.json"
+    with pytest.raises(StateError, match="is a file; name a folder"):
+        PeerStore(path)
     (tmp_path / "identity.key").unlink()
     with pytest.raises(StateError, match=r"lost its identity\.key"):
         PeerStore(tmp_path)
     assert not (tmp_path / "in-use.json").exists()
-    with pytest.raises(StateError, match="is a file; name a folder"):
-        PeerStore(tmp_path / "peer.json")
-
-
-def test_a_newer_versions_folder_says_what_to_do(tmp_path: Path) -> None:
-    stored_in(tmp_path).close()
-    path = tmp_path / "peer.json"
     newer = {"version": 99, "options": {"new": 1}, "given": "otherwise"}
     path.write_bytes(msgspec.json.encode({**msgspec.json.decode(path.read_bytes()), **newer}))
     with pytest.raises(StateError, match=re.escape(update())):
@@ -150,7 +137,8 @@ def occupy(folder: Path, age_s: float, lock: str = "") -> Occupant:
     return occupant
 
 
-def test_a_second_swarm_of_this_process_is_refused(tmp_path: Path) -> None:
+def test_a_folder_is_for_one_swarm_at_a_time_and_not_held_by_half_a_record(tmp_path: Path) -> None:
+    (tmp_path / "in-use.json").write_bytes(b"{")  # of a killed process
     store = PeerStore(tmp_path)
     with pytest.raises(StateError, match="leave the swarm there"):
         PeerStore(tmp_path)
@@ -194,11 +182,6 @@ def test_a_process_without_heartbeats_notices_that_another_took_the_folder(tmp_p
         store.write([], b"", ())
     store.close()
     assert (tmp_path / "in-use.json").exists()  # the other's
-
-
-def test_a_record_that_a_killed_process_wrote_in_part_holds_no_folder(tmp_path: Path) -> None:
-    (tmp_path / "in-use.json").write_bytes(b"{")
-    PeerStore(tmp_path)
 
 
 OCCUPIES = """

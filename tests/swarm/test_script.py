@@ -80,33 +80,24 @@ def test_an_event_gets_its_line_once(event: Event, line: str, capsys: pytest.Cap
     assert capsys.readouterr().out.strip() == line
 
 
-def test_the_own_peer_does_not_join(capsys: pytest.CaptureFixture[str]) -> None:
-    lines_of(there={BOB: RECORD}).tick()
-    assert capsys.readouterr().out == "x joined\n"
-
-
-def test_who_stays_says_how_others_can_join_when_the_creator_is_away(
+def test_a_look_tells_once_for_whom_it_waits_and_how_others_join_without_the_creator(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(script, "LOOK_EVERY_S", 0.0)
     there: dict[PeerId, Any] = {BOB: RECORD}
-    lines = lines_of(there=there, creator=BOB, invite=lambda: "swarm://digits.abc")
+    waited = Waited(0.0, BOB.hex(), "its part of a round", 0.4)
+    lines = lines_of(waited, there=there, now=11.0, creator=BOB, invite=lambda: "swarm://digits.abc")
     lines.on_batch(9)
     there.clear()
     lines.on_batch(9)
     lines.on_batch(9)
-    invited = [line for line in capsys.readouterr().out.splitlines() if "swarm://digits.abc" in line]
-    assert invited == ["who created the run is away; new friends can join by swarm://digits.abc"]
-
-
-def test_a_wait_that_goes_on_for_long_says_once_for_whom(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(script, "LOOK_EVERY_S", 0.0)
-    lines = lines_of(Waited(0.0, BOB.hex(), "its part of a round", 0.4), now=11.0)
-    for _ in range(2):
-        lines.tick()
-    assert capsys.readouterr().out == "waiting for bob still: its part of a round\n"
+    told = capsys.readouterr().out.splitlines()
+    assert told[0] == "x joined", "and not carol, whose lines they are"
+    for line in (
+        "waiting for bob still: its part of a round",
+        "who created the run is away; new friends can join by swarm://digits.abc",
+    ):
+        assert told.count(line) == 1
 
 
 @pytest.mark.parametrize(("every_s", "steps"), [(0.0, [1, 2, 3, 4, 5]), (1e6, [1, 5])])
@@ -116,6 +107,8 @@ def test_a_step_has_a_line_each_so_many_seconds_and_the_last_one_always(
     def train(swarm: Swarm) -> None:
         net = toy.model()
         optimizer = toy.join_training(swarm, net, target_batch_size=4)
+        with pytest.raises(ValueError, match="log_every_s=-1: pass seconds"):
+            swarm.batches([], optimizer, max_steps=1, log_every_s=-1)
         for batch in swarm.batches([torch.zeros(4, 8)], optimizer, max_steps=5, log_every_s=every_s):
             net(batch).mean().backward()
             optimizer.step()
@@ -123,36 +116,22 @@ def test_a_step_has_a_line_each_so_many_seconds_and_the_last_one_always(
     toy.alone(train)
     lines = [line for line in capsys.readouterr().out.splitlines() if " of 5: " in line]
     assert [int(line.split()[2]) for line in lines] == steps
-    with pytest.raises(ValueError, match="log_every_s=-1: pass seconds"):
-        toy.alone(
-            lambda swarm: swarm.batches(
-                [], toy.join_training(swarm, toy.model()), max_steps=1, log_every_s=-1
-            )
-        )
-
-
-class Cell:
-    """What a front-end shows under a cell."""
-
-    def __init__(self) -> None:
-        self.shown: list[Any] = []
-        self.lines: list[str] = []
-
-    def display(self, shown: Any, *, raw: bool = False, display_id: bool = False) -> Any:
-        if not raw:
-            self.shown.append(shown)
-            return None
-        self.lines.append(shown["text/plain"])
-        return SimpleNamespace(update=lambda line, raw: self.lines.append(line["text/plain"]))
 
 
 @pytest.mark.parametrize("ends", ["at the last step", "by an interrupt"])
 def test_a_training_cell_has_a_line_that_is_saved_and_the_one_panel(
     ends: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cell = Cell()
-    monkeypatch.setattr("IPython.display.display", cell.display)
-    states: list[str] = []
+    shown, lines, states = list[Any](), list[str](), list[str]()
+
+    def display(what: Any, *, raw: bool = False, display_id: bool = False) -> Any:
+        """What a front-end shows under a cell: objects, and lines that are written over."""
+        if not raw:
+            return shown.append(what)
+        lines.append(what["text/plain"])
+        return SimpleNamespace(update=lambda line, raw: lines.append(line["text/plain"]))
+
+    monkeypatch.setattr("IPython.display.display", display)
 
     def train(swarm: Swarm) -> None:
         panel = Panel(swarm.snapshot, swarm.leave, live=True)
@@ -168,14 +147,14 @@ def test_a_training_cell_has_a_line_that_is_saved_and_the_one_panel(
             if ends == "by an interrupt" and optimizer.global_step == 1:
                 reading.close()
         states.append(swarm.snapshot().state)
-        assert form.children == () and cell.shown == [panel]
+        assert form.children == () and shown == [panel]
 
     toy.alone(train)
-    assert cell.lines[0].startswith("step 0 of 2: ") and "colab-swarm status digits" in cell.lines[0]
+    assert lines[0].startswith("step 0 of 2: ") and "colab-swarm status digits" in lines[0]
     if ends == "by an interrupt":
-        assert cell.lines[-1].endswith("; stopped: run the cell again to go on") and states[-1] == "training"
+        assert lines[-1].endswith("; stopped: run the cell again to go on") and states[-1] == "training"
     else:
-        assert cell.lines[-1].endswith("; step 2 of 2 is done: raise max_steps to train on")
+        assert lines[-1].endswith("; step 2 of 2 is done: raise max_steps to train on")
         assert states[0] == "training" and states[-1] == "finished"
 
 

@@ -1,6 +1,5 @@
 """Files that travel with an invitation."""
 
-from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -28,32 +27,21 @@ def read(path: object) -> bytes:
     return path.read_bytes()
 
 
-def test_a_file_of_the_settings_comes_from_whoever_has_read_it(words: Path, tmp_path: Path) -> None:
-    with ExitStack() as open_swarms:
-        alice = cs.create("files", peer_name="alice", options=QUIET)
-        line = str(alice.invite(settings={"size": "tiny", "tokenizer": words}))
-        at = {"options": QUIET, "state_dir": tmp_path / "bob"}
-        bob = open_swarms.enter_context(cs.join(line, peer_name="bob", **at))
+def test_a_file_of_the_settings_comes_from_whoever_has_read_it_and_stays(words: Path, tmp_path: Path) -> None:
+    at = {"options": QUIET, "state_dir": tmp_path / "bob"}
+    alice = cs.create("files", peer_name="alice", options=QUIET)
+    line = str(alice.invite(settings={"size": "tiny", "tokenizer": words}))
+    with cs.join(line, peer_name="bob", **at) as bob:
         assert bob.settings["size"] == "tiny" and read(bob.settings["tokenizer"]) == WORDS
+    with cs.join(state_dir=tmp_path / "bob") as bob:
         passed_on = str(bob.invite())
         alice.leave()
         words.unlink()
+        assert read(bob.settings["tokenizer"]) == WORDS, "it comes back with its file though nobody is there"
         home = tmp_path / "carol"
-        carol = open_swarms.enter_context(
-            cs.join(passed_on, peer_name="carol", options=QUIET, state_dir=home)
-        )
-        path = carol.settings["tokenizer"]
-        assert isinstance(path, Path) and path.is_relative_to(home) and read(path) == WORDS
-
-
-def test_a_peer_that_comes_back_has_its_file_though_nobody_is_there(words: Path, tmp_path: Path) -> None:
-    with cs.create("files", peer_name="alice", options=QUIET) as alice:
-        line = str(alice.invite(settings={"tokenizer": words}))
-        with cs.join(line, peer_name="bob", options=QUIET, state_dir=tmp_path / "bob") as bob:
-            kept = bob.settings["tokenizer"]
-        with cs.join(state_dir=tmp_path / "bob") as bob:
-            alice.leave()
-            assert bob.settings["tokenizer"] == kept and read(kept) == WORDS
+        with cs.join(passed_on, peer_name="carol", options=QUIET, state_dir=home) as carol:
+            path = carol.settings["tokenizer"]
+            assert isinstance(path, Path) and path.is_relative_to(home) and read(path) == WORDS
 
 
 def test_a_false_file_is_refused_and_nobody_else_has_it(
