@@ -196,6 +196,14 @@ def kernel(*arguments: str) -> Iterator[Program]:
         one.kill()
 
 
+def steps_on(kernel: Program, count: int = 10) -> int:
+    """Wait until the kernel has trained for so many steps; return the step."""
+    step = begun = kernel.line()
+    while step < begun + count:
+        step = kernel.line()
+    return int(step)
+
+
 @pytest.mark.slow
 def test_a_kernel_killed_while_it_trains_comes_back_as_the_same_peer(alice: Swarm, tmp_path: Path) -> None:
     optimizer = join_training(alice, net := model())
@@ -211,17 +219,14 @@ def test_a_kernel_killed_while_it_trains_comes_back_as_the_same_peer(alice: Swar
     try:
         with kernel(str(tmp_path / "bob"), str(alice.invite())) as first:
             peer = first.line(timeout_s=120.0)  # torch is imported first
-            while (step := first.line()) < 10:
-                pass
+            step = steps_on(first)
             with pytest.raises(StateError, match=f"in use by process {first.process.pid}"):
                 cs.join(state_dir=tmp_path / "bob")
             first.kill()
         credited = next(one for one in alice.contributions() if one.peer.hex() == peer)
         assert credited.samples > 0
         with kernel(str(tmp_path / "bob")) as second:
-            assert second.line(timeout_s=120.0) == peer and second.line() >= step
-            while second.line() < step + 10:
-                pass
+            assert second.line(timeout_s=120.0) == peer and steps_on(second) >= step + 10
         rows = [one for one in alice.contributions() if one.peer != alice.id]
         assert [row.peer.hex() for row in rows] == [peer] and rows[0].samples > credited.samples
     finally:
