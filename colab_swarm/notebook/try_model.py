@@ -38,7 +38,9 @@ class ModelProbe:
         copies: list[tuple[Tensor, Tensor]] = []
         if 2 * sum(parameter.numel() for parameter in parameters) <= MAX_BYTES:
             for parameter in parameters:
-                copies.append((parameter, parameter.detach().to("cpu", torch.float16, copy=True)))
+                # half precision has no imaginary part
+                dtype = parameter.dtype if parameter.is_complex() else torch.float16
+                copies.append((parameter, parameter.detach().to("cpu", dtype, copy=True)))
         self._first_weights[name] = copies
 
     def try_model(self, question: str | None, model: nn.Module | None, tokenizer: Any) -> "TryModel":
