@@ -69,7 +69,7 @@ class Notebook:
     cell: str  # selectors
     output_area: str
     button: str
-    first_s: float = 30.0  # time limit for what a cell shows
+    first_s: float = 90.0  # time limit for what a cell shows, imports of torch on a busy machine included
 
     def __init__(self, page: Any) -> None:
         self.page = page
