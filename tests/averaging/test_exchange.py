@@ -1,19 +1,24 @@
 """The trace of a round: which members were slow or lost, and why; and the pace of its contributions."""
 
+import asyncio
 import dataclasses
 import json
 import random
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from colab_swarm.averaging.exchange import LEAD, STALL_S, Pace
+from colab_swarm.averaging.exchange import LEAD, STALL_S, TICK_S, Pace
 from colab_swarm.averaging.group import Group, GroupMember, RoundTerms
 from colab_swarm.averaging.messages import ReduceSpan
 from colab_swarm.averaging.result import LEFT_OUT, RoundTrace
-from colab_swarm.events import MemberTrace
+from colab_swarm.averaging.round import Averager
+from colab_swarm.events import EventLog, MemberTrace, Waited
 from colab_swarm.net.peers import PeerId
-from tests.averaging.swarm import NAMES, Outcome, contribution, run_round
+from colab_swarm.sim import LAN, SimNetwork
+from colab_swarm.tensors.vector import HostVector
+from tests.averaging.swarm import NAMES, SETTINGS, Outcome, contribution, make_group, run_round, vector
 
 
 def seen_by(outcome: Outcome, name: str) -> dict[str, MemberTrace]:
@@ -51,6 +56,20 @@ def test_a_crashed_peer_shows_why_it_is_missing() -> None:
         traces = seen_by(outcome, name)
         assert traces["bob"].dropped == f"the link to {traces['bob'].peer[:8]} is lost: bob crashed"
         assert [other for other in traces if traces[other].dropped] == ["bob"]
+
+
+async def test_a_member_that_never_joins_is_reported_as_too_slow() -> None:
+    network = SimNetwork(LAN, seed=1)
+    alice, bob = network.peer("alice"), network.peer("bob", listen=False)
+    network.introduce()
+    events, group = EventLog(), make_group([alice, bob], [1, 1], 1000)
+    await asyncio.sleep(9.0)
+    result = await Averager(alice, SETTINGS, events).average(group, HostVector(vector(0, 1000)))
+    (waited,) = events.recent(Waited)
+    assert isinstance(waited, Waited) and waited.peer == bob.id.hex()
+    assert waited.seconds == pytest.approx(SETTINGS.patience_s, abs=2 * TICK_S)
+    (dropped,) = (trace.dropped for trace in result.members if trace.peer == bob.id.hex())
+    assert dropped == "too slow: nothing came for 5.1 s"
 
 
 def test_a_reducer_that_refuses_shows_as_that() -> None:
