@@ -80,7 +80,9 @@ def test_modules_named_on_a_page_exist(package: Path) -> None:
         assert there or (inside.exists() and path.name in inside.read_text(encoding="utf-8")), named
 
 
-@pytest.mark.parametrize("page", ["colab_swarm/trust/ONE_MEMBER.md", ".github/ARCHITECTURE.md"])
+@pytest.mark.parametrize(
+    "page", ["colab_swarm/trust/ONE_MEMBER.md", ".github/ARCHITECTURE.md", ".github/CONTRIBUTING.md"]
+)
 def test_the_tests_exist_that_a_page_names(page: str) -> None:
     text = (ROOT / page).read_text(encoding="utf-8")
     tests = {path.relative_to(ROOT): path.read_text() for path in (ROOT / "tests").rglob("test_*.py")}
