@@ -54,3 +54,11 @@ def controls(page: Any, selector: str) -> list[tuple[str, str]]:
         (one["role"]["value"], one.get("name", {}).get("value", "")) for one in found if not one["ignored"]
     ]
     return [(role, name) for role, name in heard if role in CONTROLS]
+
+
+def check(page: Any, selector: str) -> None:
+    """Assert that texts in the first element that fits can be read, and that none lies over or beyond another."""
+    found = texts(page, selector)
+    assert len(found) >= 5, "there is hardly anything to see"
+    assert pale(found) == [] and overlapping(found) == []
+    assert sticking_out(page, selector) == []

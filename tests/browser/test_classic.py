@@ -12,12 +12,6 @@ from tests.notebooks.kernel import NOTEBOOKS
 
 absent = not (ENVIRONMENT / "installed").exists()
 pytestmark = [*needs(), pytest.mark.skipif(absent, reason="make classic installs what is missing")]
-CELLS = [
-    'import colab_swarm as cs\nalice = cs.create("classic-run", peer_name="alice")',
-    "alice.panel()",
-    'bob = cs.join(alice.invite(), peer_name="bob")\nprint(bob)',
-    "bob.leave()\nprint(alice)",
-]
 KNOWN_COMPLAINTS = ("favicon",)
 
 
@@ -25,24 +19,6 @@ KNOWN_COMPLAINTS = ("favicon",)
 def classic(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Classic]:
     with Classic(tmp_path_factory.mktemp("classic")) as server:
         yield server
-
-
-def test_a_panel_repaints_turns_pages_and_leaves(classic: Classic, window: Window, artifacts: Path) -> None:
-    notebook = classic.open(window, "panel", CELLS)
-    notebook.run(0)
-    notebook.run(1, says="classic-run: joined")
-    notebook.run(2, says="1 peer linked")
-    notebook.wait_output("is linked")
-    notebook.page.screenshot(path=artifacts / "swarm.png")
-    for page in ("rounds", "map", "swarm"):
-        notebook.click(page)
-        notebook.page.locator(f'.cs-view[aria-label*="{page}"]').wait_for()
-        notebook.page.screenshot(path=artifacts / f"{page}.png")
-    notebook.click("Leave")
-    notebook.click("Click again")
-    notebook.page.locator("button", has_text="Left").wait_for()
-    notebook.run(3, says="Swarm(classic-run, alice, left)")
-    assert window.complaints_but(*KNOWN_COMPLAINTS) == []
 
 
 def test_friends_start_and_join_by_the_four_cells(classic: Classic, window: Window, artifacts: Path) -> None:
@@ -66,7 +42,13 @@ def test_friends_start_and_join_by_the_four_cells(classic: Classic, window: Wind
         friend.wait_end(2)
     alice.run(1)  # the cell again: the same peer, and no form
     assert alice.page.locator('button:has-text("Start / Join")').count() == 0
-    for friend in (alice, bob):
-        friend.run(3)
-    bob.page.screenshot(path=artifacts / "left.png")
+    for page in ("rounds", "map", "swarm"):
+        alice.click(page)
+        alice.page.locator(f'.cs-view[aria-label*="{page}"]').wait_for()
+        alice.page.screenshot(path=artifacts / f"{page}.png")
+    bob.run(3)
+    alice.wait_output("bob is gone: the peer left")
+    alice.click("Leave")
+    alice.click("Click again")
+    alice.page.locator("button", has_text="Left").wait_for()
     assert window.complaints_but(*KNOWN_COMPLAINTS) == []

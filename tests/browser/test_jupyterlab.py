@@ -1,8 +1,15 @@
-"""Notebooks in a real JupyterLab: the form and its panel, a lesson that plays on its own."""
+"""Notebooks in a real JupyterLab: the form and its panel, two friends that train, a lesson that plays on its own."""
 
+import os
 import re
+import signal
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import pytest
+
+from tests.browser import looks
 from tests.browser.chromium import Window, needs
 from tests.browser.lab import Lab
 from tests.notebooks.cells import code_cells
@@ -12,12 +19,46 @@ pytestmark = needs("jupyterlab", "ipywidgets")
 FORM = [
     'import colab_swarm as cs\nform = cs.connect(run="form-run")',
     'bob = cs.join(form.invite(), peer_name="bob", options=cs.NetworkOptions(lan=False))\nprint(bob)',
+    """
+import torch
+model = torch.nn.Linear(500, 500)
+optimizer = form.optimizer(torch.optim.SGD(model.parameters(), lr=0.1), target_batch_size=16)
+while optimizer.global_step < 9:
+    loss = model(torch.randn(8, 500)).square().mean()
+    loss.backward()
+    optimizer.step(samples=8, loss=loss.item())
+""",
     "bob.leave()\nform.leave()",
 ]
+PANEL = ".jp-OutputArea-output .widget-vbox .widget-vbox"
+NARROW = 1240
+"""A page in which JupyterLab leaves 800 pixels to the output of a cell."""
 
 
-def test_the_form_becomes_an_invitation_and_a_live_panel(lab: Lab, window: Window, artifacts: Path) -> None:
-    alice = lab.open(window, "form", FORM)
+@pytest.fixture(params=["Light", pytest.param("Dark", marks=pytest.mark.ordeal)])
+def themed(lab: Lab, request: pytest.FixtureRequest) -> Iterator[Lab]:
+    lab.choose("apputils-extension:themes", {"theme": f"JupyterLab {request.param}"})
+    yield lab
+    lab.choose("apputils-extension:themes", {})
+
+
+def check_panel(page: Any) -> None:
+    """It fits a screen, each text can be read, and each control has a name."""
+    looks.check(page, PANEL)
+    height = page.locator(PANEL).first.bounding_box()["height"]
+    assert height <= 600, "its controls and its view do not fit a screen"
+    names = looks.controls(page, PANEL)
+    assert {role for role, _ in names} >= {"button"}
+    nameless = {role for role, name in names if not name.strip()}
+    assert nameless <= {"slider"}  # ipywidgets gives its handle no name; its label stands beside it
+    sliders = page.locator(f"{PANEL} .widget-slider:visible")
+    assert all(sliders.locator(".widget-label").all_inner_texts())
+
+
+def test_the_form_becomes_an_invitation_and_a_live_panel(
+    themed: Lab, window: Window, artifacts: Path
+) -> None:
+    alice = themed.open(window, "form", FORM)
     alice.page.context.grant_permissions(["clipboard-read", "clipboard-write"])
     alice.run(0)
     alice.connect("alice")
@@ -30,31 +71,77 @@ def test_the_form_becomes_an_invitation_and_a_live_panel(lab: Lab, window: Windo
     alice.page.locator('.cs-view [aria-label="QR code of the invitation"]').wait_for()
     alice.run(1)
     alice.wait_output("form-run: joined, 2 peers")  # no click, and no cell, has refreshed it
-    alice.page.screenshot(path=artifacts / "form.png")
-    panel = alice.page.locator(".widget-vbox .widget-vbox").bounding_box()
-    assert panel is not None and panel["height"] <= 600
     alice.run(2)
+    alice.page.set_viewport_size({"width": NARROW, "height": 2000})
+    for page in ("rounds", "map", "swarm"):
+        alice.click(page)
+        alice.page.locator(f'.cs-view[aria-label*="{page}"]').wait_for()
+        alice.page.screenshot(path=artifacts / f"{page}.png")
+        check_panel(alice.page)
+    alice.run(3)
     assert window.complaints == []
 
 
-def test_a_page_that_is_loaded_again_in_mid_training_has_the_line_of_the_cell(
-    lab: Lab, window: Window, artifacts: Path
+LINE = re.compile(r"step [1-9]\d* of 100000: [\s\S]*colab-swarm status my-swarm --watch")
+CONNECT = "swarm = cs.connect()"
+
+
+def endless(training: str) -> str:
+    """Return the cell so that it trains until it is stopped, and leaves some time to the browser."""
+    changes = {
+        "max_steps=1000": "max_steps=100_000",
+        "target_batch_size=2048": "target_batch_size=256",
+        "loss.backward()": "loss.backward()\n    __import__('time').sleep(0.02)",
+    }
+    for shown, wanted in changes.items():
+        assert shown in training
+        training = training.replace(shown, wanted)
+    return training
+
+
+def test_friends_go_on_through_a_killed_kernel_a_reloaded_page_and_a_click_on_stop(
+    lab: Lab, window: Window, artifacts: Path, tmp_path: Path
 ) -> None:
-    alice = lab.open(window, "swarm", code_cells(NOTEBOOKS / "swarm.ipynb"))
-    alice.run(0)
-    alice.run(1)
+    own = code_cells(NOTEBOOKS / "swarm.ipynb")
+    saved = f"swarm = cs.connect(state_dir={str(tmp_path / 'bob')!r})\nimport os\nos.getpid()"
+    alice = lab.open(window, "alice", [*own[:2], endless(own[2]), own[3]])
+    bob = lab.open(window, "bob", [own[0], own[1].replace(CONNECT, saved), endless(own[2]), own[3]])
+    for friend in (alice, bob):
+        friend.run(0)
+        friend.run(1)
     alice.connect("alice")
     alice.wait_output("others reach you")
-    alice.start(2)
-    line = re.compile(r"step [1-9]\d* of 1000: [\s\S]*colab-swarm status my-swarm --watch")
-    alice.wait_output(line)
-    alice.wait_output("my-swarm: training, step")
+    bob.connect("bob", alice.invitation())
+    bob.wait_output("reached")
+    for friend in (alice, bob):
+        friend.start(2)
+    for friend in (alice, bob):
+        friend.wait_output(LINE)
+        friend.wait_output("my-swarm: training, step")
     alice.page.screenshot(path=artifacts / "training.png")
+    # a kernel that the system kills
+    bob.save()
+    (kernel,) = re.findall(r"^\d+$", bob.output(1), re.MULTILINE)
+    os.kill(int(kernel), signal.SIGKILL)
+    alice.wait_output(re.compile(r"bob is gone: \S"))
+    bob.reload()
+    bob.run(1)
+    assert "coming back as bob" in bob.output(1)
+    bob.start(2)
+    bob.wait_output(re.compile("from 2 peers, at"))
+    # a page that is loaded again: the kernel is busy, and answers the page when the cell ends
     alice.save()
-    # the kernel is busy, and answers the page when the cell ends
     alice.page.reload()
-    alice.wait_output(line)
+    alice.wait_output(LINE)
     alice.page.screenshot(path=artifacts / "reloaded-in-training.png")
+    alice.interrupt()
+    alice.wait_idle()
+    bob.click("Stop")
+    bob.finish(2, says="KeyboardInterrupt")
+    bob.run(3)
+    alice.wait_output("bob is gone: the peer left")  # the panel is live again
+    alice.page.screenshot(path=artifacts / "left.png")
+    assert window.complaints_but("widget model not found") == []
 
 
 PLAY = [
