@@ -98,7 +98,7 @@ def test_the_experts_benchmark_reports_every_figure() -> None:
     assert figures["vs_local"] > 0.1  # far below the usual figure: catches a lost fast path
 
 
-@pytest.mark.slow
+@whole
 def test_the_link_benchmark_reports_every_figure() -> None:
     figures = link.run(quick=True).figures
     assert figures.keys() >= {"vs_raw", "cpu_s_per_gb", "mb_s", "raw_mb_s", "calls_per_s"}

@@ -8,7 +8,7 @@ import pytest
 
 from tests.notebooks.kernel import Kernel, opened
 
-STEPS, TRIES = 15, 12
+TRIES = 12
 NAMES = "print(*sorted(peer.name for peer in swarm.snapshot().peers))"
 
 
@@ -28,10 +28,10 @@ def all_at_once(kernels: list[Kernel], **form: object) -> list[str]:
         return list(pool.map(lambda kernel: kernel.run(**form), kernels))
 
 
-def train_until_it_reads(kernels: list[Kernel]) -> None:
-    """Run the cells that train to a step and print the accuracy, until it is high enough."""
+def train_until_it_reads(kernels: list[Kernel], each: int) -> None:
+    """Run the cells that train for some steps and print the accuracy, until it is high enough."""
     for _ in range(TRIES):
-        steps = STEPS + max(int(kernel.execute("print(optimizer.global_step)")) for kernel in kernels)
+        steps = each + max(int(kernel.execute("print(optimizer.global_step)")) for kernel in kernels)
         all_at_once(kernels, STEPS=steps)
         shares = [percent(kernel.run()) for kernel in kernels]
         if min(shares) > 60:
@@ -54,12 +54,12 @@ def test_pupils_with_three_digits_each_learn_all_ten_though_one_sends_nonsense(t
             shown = [kernel.run() for _ in range(5)]
             assert percent(shown[-1]) < 40
             kernel.run()
-        train_until_it_reads(kernels)
+        train_until_it_reads(kernels, 15)
         assert "fox otter teacher" in teacher.execute(NAMES)
         otter.run(INCIDENT="nonsense")
         fox.run(INCIDENT="slow")
         teacher.run()
-        train_until_it_reads(kernels)
+        train_until_it_reads(kernels, 5)
         assert "not finite" in otter.execute("print(*swarm.events.recent(), sep='\\n')")
         for kernel in reversed(kernels):
             kernel.run_all()

@@ -3,12 +3,10 @@
 import asyncio
 import random
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,7 +25,6 @@ from colab_swarm.swarm import network
 from colab_swarm.swarm import swarm as swarm_module
 from colab_swarm.swarm.saved import read_saved
 from colab_swarm.swarm.swarm import Swarm
-from tests.netlab.lab import Program
 from tests.swarm import leave_in, network_of, wait
 from tests.training.toy import (
     BATCH,
@@ -184,54 +181,6 @@ def test_progress_saved_here_is_restored_in_a_swarm_that_lost_it(alice: Swarm, t
             loss_of(theirs, 0, slice(0, 1)).backward()
             fresh.step(samples=0.1)
         torch.testing.assert_close(parameters_of(theirs), trained)
-
-
-@contextmanager
-def kernel(*arguments: str) -> Iterator[Program]:
-    command = [sys.executable, "-m", "tests.swarm.kept_process", *arguments]
-    one = Program("a kernel", subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
-    try:
-        yield one
-    finally:
-        one.kill()
-
-
-def steps_on(kernel: Program, count: int = 10) -> int:
-    """Wait until the kernel has trained for so many steps; return the step."""
-    step = begun = kernel.line()
-    while step < begun + count:
-        step = kernel.line()
-    return int(step)
-
-
-@pytest.mark.slow
-def test_a_kernel_killed_while_it_trains_comes_back_as_the_same_peer(alice: Swarm, tmp_path: Path) -> None:
-    optimizer = join_training(alice, net := model())
-    stop = threading.Event()
-
-    def train() -> None:
-        while not stop.wait(0.02):  # a batch takes its time
-            loss_of(net, optimizer.global_step).backward()
-            optimizer.step(samples=5)
-
-    trainer = threading.Thread(target=train)
-    trainer.start()
-    try:
-        with kernel(str(tmp_path / "bob"), str(alice.invite())) as first:
-            peer = first.line(timeout_s=120.0)  # torch is imported first
-            step = steps_on(first)
-            with pytest.raises(StateError, match=f"in use by process {first.process.pid}"):
-                cs.join(state_dir=tmp_path / "bob")
-            first.kill()
-        credited = next(one for one in alice.contributions() if one.peer.hex() == peer)
-        assert credited.samples > 0
-        with kernel(str(tmp_path / "bob")) as second:
-            assert second.line(timeout_s=120.0) == peer and steps_on(second) >= step + 10
-        rows = [one for one in alice.contributions() if one.peer != alice.id]
-        assert [row.peer.hex() for row in rows] == [peer] and rows[0].samples > credited.samples
-    finally:
-        stop.set()
-        trainer.join()
 
 
 def test_a_training_loop_ends_before_the_session_does(alice: Swarm, tmp_path: Path) -> None:
