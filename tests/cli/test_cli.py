@@ -149,6 +149,14 @@ def test_the_status_of_a_run_has_its_peers_and_their_progress(capsys: pytest.Cap
         swarm.invite()
 
 
+def test_who_was_in_no_run_is_told_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    main(["runs"])
+    assert capsys.readouterr().out.startswith("no run of this user on this machine\n")
+
+
 def test_the_status_of_a_run_in_a_bucket_is_read_from_its_rounds_and_writes_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
