@@ -13,7 +13,7 @@ import pytest
 from colab_swarm.errors import StoreError
 from colab_swarm.workunits.servers import STORE, ParameterServer, ServerPool
 from colab_swarm.workunits.sql_store import MEMORY, SqlStore
-from colab_swarm.workunits.state import Accepted, AnyEntry, Assimilated, Measured, Unit
+from colab_swarm.workunits.state import Accepted, AnyEntry, Assimilated, Measured
 from colab_swarm.workunits.store import ParameterStore, Update
 from colab_swarm.workunits.weights import KNOWN, Floats, Schema, assimilate, moved
 from tests.swarm import wait
@@ -34,17 +34,6 @@ def entries(store: ParameterStore, kind: type) -> list[object]:
 
 JOB = digits_job()
 NUMEL = Schema.of(JOB.first_model()).numel
-
-
-def test_a_result_is_assimilated_and_measured() -> None:
-    store = SqlStore(MEMORY, "digits")
-    fill(store, NUMEL, 0, 1)
-    server = ParameterServer(store, JOB, "server-1")
-    assert [server.run_once(now) for now in (10.0, 11.0, 12.0)] == [True, True, False]
-    np.testing.assert_array_equal(store.parameters().values, np.full(NUMEL, 0.75, np.float32))
-    assert [entry.unit.subset for entry in entries(store, Assimilated)] == [0, 1]  # type: ignore[attr-defined]
-    measured = entries(store, Measured)
-    assert [(entry.at, entry.unit) for entry in measured] == [(10.0, Unit(1, 0)), (11.0, Unit(1, 1))]  # type: ignore[attr-defined]
 
 
 class Shaky(SqlStore):
@@ -84,35 +73,23 @@ def test_faults_of_the_store_are_waited_out() -> None:
     server.join(10)
     assert not server.is_alive() and store.faults == set()
     assert len(entries(store, Assimilated)) == 3
-
-
-def start(path: Path, code: Path) -> subprocess.Popen[bytes]:
-    program = "from colab_swarm.workunits.servers import serve; serve()"
-    command = [sys.executable, "-c", program, "tiny", str(code), "server-1"]
-    env = {**os.environ, "OMP_NUM_THREADS": "1", STORE: str(path)}
-    return subprocess.Popen(command, stdin=subprocess.PIPE, env=env)
+    np.testing.assert_array_equal(store.parameters().values, np.full(NUMEL, 0.875, np.float32))
 
 
 @pytest.mark.slow
-def test_a_server_process_serves_until_it_is_stopped_or_its_parent_dies(tmp_path: Path) -> None:
+def test_a_server_process_serves_until_its_parent_dies(tmp_path: Path) -> None:
     path, code = tmp_path / "tiny.db", tmp_path / "job.py"
     code.write_text(f"{CODE}\nimport os\nassert {STORE!r} not in os.environ\n")
     store = SqlStore(str(path), "tiny")
     fill(store, 15, 0)
-    stopped, orphan = start(path, code), start(path, code)
-    try:
+    program = "from colab_swarm.workunits.servers import serve; serve()"
+    command = [sys.executable, "-c", program, "tiny", str(code), "server-1"]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", STORE: str(path)}
+    with subprocess.Popen(command, stdin=subprocess.PIPE, env=env) as orphan:
         wait(lambda: len(entries(store, Measured)) == 1, timeout_s=60)
         orphan.communicate()  # closes its input
-        assert orphan.returncode == 1
-        fill(store, 15, 1)
-        wait(lambda: len(entries(store, Measured)) == 2, timeout_s=60)
-        stopped.terminate()
-        assert stopped.wait(60) == 0
-    finally:
-        for process in (stopped, orphan):
-            process.kill()
-            process.communicate()
-        store.close()
+    assert orphan.returncode == 1
+    store.close()
 
 
 BASE = np.zeros(5418, np.float32)
@@ -153,13 +130,7 @@ def test_results_that_go_as_far_as_they_may_add_up_and_do_not_multiply() -> None
         server = assimilate(server, result, 0.5)
     assert np.linalg.norm(server) < 4 + 4 * KNOWN * most / 2
     assert "beyond" in fault(server + np.float32(1e25), server)
-
-
-def test_values_that_are_not_finite_are_counted_and_the_largest_floats_do_not_overflow() -> None:
-    values = BASE.copy()
-    values[[3, 4, 5000]] = np.nan, np.inf, -np.inf
-    assert fault(values).startswith("3 of 5,418 values are not finite")
-    huge = np.full(200_000, np.finfo(np.float32).max)
+    huge = np.full(200_000, np.finfo(np.float32).max)  # no overflow
     assert moved(huge, -huge) == pytest.approx(2 * float(huge[0]) * 200_000**0.5)
 
 
@@ -189,16 +160,6 @@ def pool() -> tuple[ServerPool, list[Fellow]]:
     return ServerPool(hire), hired
 
 
-def test_as_many_work_as_are_wanted() -> None:
-    servers, hired = pool()
-    assert servers.wanted(0, now=0.0) == 1
-    for wanted, names in ((2, ["server-1", "server-2"]), (1, ["server-1"]), (2, ["server-1", "server-3"])):
-        servers.keep(wanted, now=0.0)
-        assert [fellow.name for fellow in hired if fellow.living] == names and servers.size == wanted
-    servers.close()
-    assert (servers.size, servers.deaths) == (0, 0) and not any(fellow.living for fellow in hired)
-
-
 def test_the_dead_are_replaced_after_ever_longer_rests() -> None:
     servers, hired = pool()
     rests, now = list[float](), 0.0
@@ -223,22 +184,21 @@ WAVES = {range(start, start + 10): (start // 10) % 2 * 5 for start in range(20, 
         ({range(0, 20): 50}, {0: 1, 2: 1, 3: 2, 5: 3, 7: 4, 20: 4}),
         ({range(0, 10): 50, range(10, 40): 1, range(40, 200): 0}, {50: 4, 72: 3, 200: 1}),
         ({range(0, 20): 50, **WAVES}, {200: 4}),
-        (
-            {range(0, 2): 50, range(2, 20): 1, range(20, 22): 50, range(22, 40): 2},
-            {2: 1, 20: 1, 22: 1, 40: 1},
-        ),
     ],
-    ids=["grows", "shrinks", "waves", "bursts"],
+    ids=["grows", "shrinks", "waves"],
 )
 def test_servers_follow_a_backlog_that_lasts(
     monkeypatch: pytest.MonkeyPatch, waiting: dict[range, int], sizes: dict[int, int]
 ) -> None:
     monkeypatch.setattr(os, "cpu_count", lambda: 5)  # one is the coordinator's
-    servers, _ = pool()
+    servers, hired = pool()
     servers.keep(1, now=0.0)
     found = [1]
     for seconds, backlog in waiting.items():
         for second in map(float, seconds):
             servers.keep(servers.wanted(backlog, now=second), now=second)
             found.append(servers.size)
+            assert sum(fellow.living for fellow in hired) == servers.size
     assert {second: found[second] for second in sizes} == sizes
+    servers.close()
+    assert servers.deaths == 0 and not any(fellow.living for fellow in hired)

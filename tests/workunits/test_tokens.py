@@ -87,12 +87,6 @@ def test_a_request_is_good_once_and_its_nonce_is_forgotten_when_it_is_too_old(
             door.check(header, "GET", "/", now=now + 59)
 
 
-@given(st.binary(max_size=400))
-def test_garbage_is_no_token(noise: bytes) -> None:
-    with pytest.raises(NotAdmitted):
-        gate().check("Swarm1 " + base64.urlsafe_b64encode(noise).decode(), "GET", "/", now=NOW)
-
-
 @given(st.integers(0, 10_000), st.integers(1, 255))
 def test_a_changed_byte_is_noticed(place: int, change: int) -> None:
     text = token().header("GET", "/", now=NOW).removeprefix("Swarm1 ")
@@ -118,15 +112,6 @@ def test_the_link_admits_a_volunteer(access: Access) -> None:
     now = time.time()
     header = token_by(invite, alice).header("GET", "/api/job", now=now)
     assert RequestGate(entrance.admission).check(header, "GET", "/api/job", now=now)[0] == alice.id
-
-
-def test_a_link_that_is_passed_on_cannot_be_changed_and_expires() -> None:
-    text, _ = issued()
-    assert parse_link(text)[1].expires_at < time.time() + 3601
-    with pytest.raises(InviteError, match="mistyped"):
-        parse_link(text[:-3] + "AAA")
-    with pytest.raises(InviteError, match="expired"):
-        parse_link(issued(hours=-1.0)[0])
 
 
 @pytest.mark.parametrize(
@@ -168,13 +153,9 @@ def test_a_link_to_a_run_with_an_allowlist_admits_nobody_by_itself() -> None:
         ("https://a.test/", False),
     ],
 )
-def test_a_link_shows_who_can_use_it_and_no_secret(
-    monkeypatch: pytest.MonkeyPatch, url: str, local: bool
-) -> None:
+def test_a_link_shows_who_can_use_it(monkeypatch: pytest.MonkeyPatch, url: str, local: bool) -> None:
     monkeypatch.setattr("colab_swarm.project.repository", lambda: "https://github.com/alice/swarm")
     _, invite = parse_link(issued("open")[0])
     invitation = invitation_at(url, invite)
     assert ("same local network" in invitation.warning and "tunnel=" in invitation.warning) is local
-    html = invitation._repr_mimebundle_()["text/html"]
-    assert "volunteer.ipynb" in html and "join digits as volunteer" in html
-    assert repr(invite.secret) not in repr(invite)
+    assert "volunteer.ipynb" in invitation._repr_mimebundle_()["text/html"]
