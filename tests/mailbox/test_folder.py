@@ -10,8 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 import colab_swarm as cs
 from colab_swarm.errors import BucketAway, BucketError
@@ -193,42 +191,14 @@ def test_a_run_in_a_folder_that_hangs_says_so_goes_on_and_can_be_left(tmp_path: 
         cs.create("away", mailbox=f"file://{tmp_path}/folder")
 
 
-paths = st.sampled_from([f"{round}/{member}" for round in range(4) for member in "abc"])
-actions = st.one_of(
-    st.tuples(st.just("write"), paths, st.floats(0, 5e9)),
-    st.tuples(st.just("touch"), paths, st.floats(0, 5e9)),
-    st.tuples(st.just("look"), st.sampled_from(["", "1", "2", "3"]), st.floats(0, 1)),
-)
-
-
-@given(st.lists(actions, max_size=40))
-def test_a_time_lies_between_the_looks_and_never_changes(script: list[tuple[str, str, float]]) -> None:
+def test_a_look_at_some_files_says_nothing_of_the_others() -> None:
     seen = SeenTimes()
-    files: dict[str, tuple[float, float]] = {}  # when written, and the time that is claimed
-    last_look = ("", -1e99)
-    answers: dict[str, float] = {}
-    now = 1e9
-    for action, word, value in script:
-        now += 10.0
-        if action == "look":
-            places = [
-                StoredObject(path, 1, claimed) for path, (_, claimed) in sorted(files.items()) if path > word
-            ]
-            listed = seen.corrected("rounds", word, places, began_at=now, now=now + value)
-            for place in listed:
-                written_at, claimed = files[place.path]
-                after, looked_at = last_look
-                earliest = -1e99
-                if place.path > after and looked_at < written_at:
-                    earliest = looked_at - CLOCK_SLACK_S
-                if place.path not in answers:
-                    assert earliest <= place.modified_at <= now + value + CLOCK_SLACK_S
-                    if earliest <= claimed <= now:
-                        assert place.modified_at == claimed
-                answers.setdefault(place.path, place.modified_at)
-                assert answers[place.path] == place.modified_at
-            last_look = (word, now)
-        elif action == "write":
-            files.setdefault(word, (now, value))
-        elif word in files:
-            files[word] = files[word][0], value
+
+    def look(after: str, at: float, *paths: str) -> list[float]:
+        places = [StoredObject(path, 1, 1e9) for path in paths]
+        corrected = seen.corrected("rounds", after, places, began_at=at, now=at + 60.0)
+        return [place.modified_at for place in corrected]
+
+    assert look("rounds/2", 2e9) == []
+    assert look("", 3e9, "rounds/1") == [1e9], "it may have been there"
+    assert look("", 4e9, "rounds/1", "rounds/2") == [1e9, 3e9 - CLOCK_SLACK_S]

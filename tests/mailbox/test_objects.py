@@ -1,9 +1,5 @@
 """Objects, the chain of manifests, contributions and their mean: pure."""
 
-import dataclasses
-import itertools
-import math
-
 import msgspec
 import numpy as np
 import pytest
@@ -24,7 +20,6 @@ from colab_swarm.mailbox.objects import (
     seal,
     unseal,
 )
-from colab_swarm.net.handshake import VERSION
 from colab_swarm.net.identity import Identity
 from colab_swarm.net.peers import PeerId, Role
 from colab_swarm.tensors.codecs import codec_of
@@ -72,20 +67,6 @@ STATEMENTS: dict[str, Statement] = {
 }
 
 
-@pytest.mark.parametrize("version", [VERSION - 1, VERSION + 1])
-@pytest.mark.parametrize("kind", STATEMENTS)
-def test_an_object_of_another_version_is_told_by_both_versions(kind: str, version: int) -> None:
-    """It may have fields that this version does not know, and another signature."""
-    statement = STATEMENTS[kind]
-    head = msgspec.msgpack.encode([*msgspec.structs.astuple(statement), "a field of then"])
-    data = b"colab_swarm" + bytes([version]) + len(head).to_bytes(4, "big") + head
-    text = (
-        f"the run was written by protocol {version}, this package speaks {VERSION}: update the older of both"
-    )
-    with pytest.raises(ProtocolError, match=f"^{text}$"):
-        unseal(data, type(statement))
-
-
 def test_nobody_says_farewell_in_the_name_of_another_member() -> None:
     statements = Statements(Bucket("memory://names", "run"), "model", lambda key, membership, at: Role.WORKER)
     farewell = Farewell(prefix="model", key=BOB.public_key, membership=b"", base=FIRST.base).signed(BOB.sign)
@@ -98,13 +79,6 @@ def test_nobody_says_farewell_in_the_name_of_another_member() -> None:
     for who, chain in ((ALICE, FIRST), (BOB, after(CHAIN, {BOB: PACE_S}))):
         with pytest.raises(ProtocolError, match="it is another member's, or another round's"):
             opened(who, chain)
-
-
-@pytest.mark.parametrize(("pace_s", "wait_s"), [(1.0, 8.0), (60.0, 135.0), (3600.0, 7290.0)])
-def test_the_wait_for_most_members_is_two_usual_rounds_and_a_grace(pace_s: float, wait_s: float) -> None:
-    chain = msgspec.structs.replace(CHAIN, pace_s=pace_s)
-    assert chain.due_at([ALICE.id], (), ()) == chain.closed_at + wait_s
-    assert chain.late_at < chain.deadline
 
 
 @pytest.mark.parametrize(
@@ -126,28 +100,6 @@ def test_a_usual_round_is_the_median_time_of_its_members(
     assert after(chain, {ALICE: PACE_S}).pace_s == PACE_S
 
 
-def test_the_mean_is_weighted_by_samples_and_the_same_in_any_order_of_reading() -> None:
-    """A GPU that has computed 40 times as much counts for 40 times as much."""
-    codec = codec_of("float32")
-    rng = np.random.default_rng(0)
-    vectors = [rng.standard_normal(1000).astype(np.float32) * scale for scale in (1.0, 5.0, 0.1)]
-    weights = [1.0, 40.0, 2.5]
-    entries = []
-    read = {}
-    for who, vector, weight in zip((ALICE, BOB, CAROL), vectors, weights, strict=True):
-        made = contribution(who, FIRST, weight=weight)
-        content = contributions.encode(codec, HostVector(vector))
-        entries.append(made.entry)
-        read[made.digest] = dataclasses.replace(made, content=memoryview(content))
-    means = set()
-    for order in itertools.permutations(read.items()):
-        out = np.empty(1000, np.float32)
-        means.add(contributions.mean_of(entries, dict(order), codec, out).tobytes())
-    expected = np.average([vector.astype(np.float64) for vector in vectors], axis=0, weights=weights)
-    np.testing.assert_allclose(np.frombuffer(means.pop(), np.float32), expected, rtol=0, atol=1e-5)
-    assert not means
-
-
 @pytest.mark.parametrize("name", ["float32", "int8", "sparseloco"])
 @pytest.mark.parametrize("numel", [0, 1, 5000, contributions.PIECE, contributions.PIECE + 1])
 def test_vectors_are_encoded_in_pieces_of_known_size(name: str, numel: int) -> None:
@@ -165,10 +117,3 @@ def test_vectors_are_encoded_in_pieces_of_known_size(name: str, numel: int) -> N
     assert contributions.norm_of(codec, content, numel) == pytest.approx(norm)
     with pytest.raises(ValueError, match="encoded"):
         contributions.norm_of(codec, memoryview(bytes(content) + b"x"), numel)
-
-
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_values_that_are_not_finite_are_found(value: float) -> None:
-    content = contributions.encode(codec_of("float32"), HostVector(np.array([1.0, value], np.float32)))
-    with pytest.raises(ValueError, match="finite"):
-        contributions.norm_of(codec_of("float32"), memoryview(content), 2)
