@@ -12,7 +12,7 @@ from colab_swarm.swarm.swarm import Swarm
 from colab_swarm.training.optimizer import SwarmOptimizer
 from tests.training.toy import exchanged
 
-STEPS = 20
+STEPS = 8
 TARGET = 24  # samples
 ROWS = {"alice": 3, "bob": 4}  # of a micro-batch
 LR, CLIP = 1e-3, 0.5  # at 1e-2 AdamW makes rounding of gradients near 0 visible

@@ -105,7 +105,6 @@ CLASH = r"scheduler=… to swarm.optimizer"
         (lambda swarm: Scheduled(swarm, lambda one: CosineAnnealingLR(one, T_max=40)), {}, CLASH),
         (lambda swarm: Scheduled(swarm, lambda one: CosineAnnealingLR(one, T_max=40), "epoch"), {}, CLASH),
         (lambda swarm: Scheduled(swarm, ReduceLROnPlateau), {}, CLASH),
-        (lambda swarm: Scheduled(swarm, ReduceLROnPlateau, "epoch"), {}, CLASH),
     ],
 )
 def test_what_contradicts_the_swarm_is_refused(
@@ -249,12 +248,3 @@ def test_peers_that_seed_alike_read_each_in_an_order_of_its_own(make: Callable[[
         with cs.simulate(1, seed=seed) as simulation:
             orders.append(simulation.run(train)["alice"])
     assert orders[0] != orders[1]
-
-
-def test_a_loader_without_an_order_is_told_of_once() -> None:
-    def train(swarm: Swarm) -> list[str]:
-        fit(Regression(swarm, 4), 3, loaders(shuffle=False))
-        return [notice.text for notice in swarm.events.recent(Notice)]
-
-    (sentence,) = alone(train)
-    assert sentence.startswith("all peers read this loader in one order, unless their data differ")
