@@ -5,7 +5,6 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import islice
 from typing import Any, cast
 
 import pytest
@@ -70,53 +69,12 @@ def enqueue(batching: Batching, *calls: Call) -> None:
         batching.enqueue(one)
 
 
-@pytest.mark.parametrize(
-    ("sizes", "batches"),
-    [
-        ([(4, 1)] * 4, [2, 2]),
-        ([(9, 1), (1, 1), (9, 1)], [1, 1, 1]),  # more samples than a batch
-        ([(1, 40)] * 3, [2, 1]),  # bytes
-    ],
-)
-def test_calls_are_merged_oldest_first_until_a_batch_is_full(
-    batching: Batching, sizes: list[tuple[int, int]], batches: list[int]
-) -> None:
-    calls = [pending(str(at), n, size_bytes=size_bytes, at=at) for at, (n, size_bytes) in enumerate(sizes)]
-    enqueue(batching, *calls)
-    waiting = iter(calls)
-    assert [batching.take(CPU) for _ in batches] == [[*islice(waiting, count)] for count in batches]
-    assert batching.take(CPU) == []
-
-
 def test_different_kinds_of_calls_never_mix_and_the_oldest_comes_first(batching: Batching) -> None:
     keys = [FORWARD, BACKWARD, Key("ffn.0", False, (5,)), Key("ffn.1", False, (4,))]
     calls = [pending(key=key, at=-at) for at, key in enumerate(keys)]
     late = pending(key=FORWARD, at=1)
     enqueue(batching, *calls, late)
     assert [batching.take(CPU) for _ in keys] == [[calls[3]], [calls[2]], [calls[1]], [calls[0], late]]
-
-
-@pytest.mark.parametrize(
-    ("samples", "size_bytes", "text"),
-    [
-        *((0, 0, "at least"), (-1, -1, "at least"), (1, 81, "split it")),
-        (10**12, 10**15, "a call of .* MiB: .* MiB"),
-    ],
-)
-def test_an_empty_call_and_one_larger_than_any_batch_are_refused(
-    batching: Batching, samples: int, size_bytes: int, text: str
-) -> None:
-    with pytest.raises(ValueError, match=text):
-        batching.admit(pending(samples=samples, size_bytes=size_bytes))
-
-
-def test_an_empty_server_takes_a_call_as_large_as_a_batch(batching: Batching) -> None:
-    large = pending(size_bytes=80)
-    enqueue(batching, large)
-    assert batching.admit(pending("bob", size_bytes=80)) is not None
-    batching.leave(large)
-    batching.leave(large)
-    assert batching.admit(pending("bob", size_bytes=80)) is None
 
 
 def test_a_busy_answer_says_how_long_the_admitted_calls_will_take(batching: Batching) -> None:
@@ -157,6 +115,7 @@ def test_in_any_sequence_the_sums_are_right_and_every_admitted_call_is_computed(
     while batch := batching.take(CPU):
         assert len({one.key for one in batch}) == 1
         assert len(batch) == 1 or sum(one.samples for one in batch) <= 8
+        assert sum(one.size_bytes for one in batch) <= 80
         assert [one.arrived_at for one in batch] == sorted(one.arrived_at for one in batch)
         for one in batch:
             waiting.remove(one)

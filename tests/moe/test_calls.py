@@ -99,23 +99,6 @@ async def test_a_link_that_takes_no_more_streams_is_busy_too(monkeypatch: pytest
         first.reset()
 
 
-async def test_a_host_killed_between_forward_and_backward_is_an_error_and_comes_back() -> None:
-    network = SimNetwork(LAN, seed=1)
-    alice, bob = map(network.peer, ("alice", "bob"))
-    calls, there = calls_of(alice), info(bob.contact)
-    server = expert_calls.ExpertServer(bob, EventLog())
-    server.add(expert := Expert("ffn.0", FeedForward(4), RULE, (4,)))
-    await calls.forward(there, INPUTS)
-    network.now().crash("bob")
-    with pytest.raises(ExpertError, match=r"expert ffn\.0 at"):
-        await calls.backward(there, INPUTS, INPUTS)
-    assert [fault.name for fault in network.fired] == ["crash"] and expert.step == 0
-    network.now().restart("bob")
-    await calls.backward(there, INPUTS, INPUTS)
-    assert expert.step == 1
-    await server.close()
-
-
 async def test_calls_that_are_announced_and_never_sent_take_no_memory_and_their_callers_are_named() -> None:
     network, events = SimNetwork(LAN, seed=1), EventLog()
     alice, bob, *sybils = map(network.peer, ("alice", "bob", "carol", "dave", "erin"))

@@ -16,7 +16,7 @@ from colab_swarm.moe import directory as module
 from colab_swarm.moe.directory import Cache, Directory
 from colab_swarm.moe.grid import ExpertInfo, Grid
 from colab_swarm.runtime import loop_now
-from colab_swarm.sim import HOME, LAN, PAPER_CLOUD, NetworkProfile, SimNetwork
+from colab_swarm.sim import LAN, PAPER_CLOUD, NetworkProfile, SimNetwork
 from colab_swarm.tensors.codecs import Floats
 from tests.dht.swarm import Member, swarm
 
@@ -77,7 +77,7 @@ async def test_the_best_live_experts_come_first_and_withdrawn_ones_disappear_at_
             await dave.directory.best(GRID, [np.zeros(shape, np.float32) for shape in shapes], 1)
 
 
-@pytest.mark.parametrize("sides", [(300,), (2, 300), (2, 3, 2), (2, 2, 2, 2)])
+@pytest.mark.parametrize("sides", [(300,), (2, 3, 2)])
 async def test_grids_of_any_dimension_are_searched_and_listed(sides: tuple[int, ...]) -> None:
     grid = Grid("block", sides)
     everywhere = [grid.uid(index) for index in grid][:: max(1, grid.size // 8)]
@@ -250,8 +250,8 @@ async def test_a_peer_claims_vacant_and_wanted_places_only_and_serves_them_when_
     assert len(await carol.directory.live(GRID)) == GRID.size
 
 
-@pytest.mark.parametrize("profile", [LAN, HOME, PAPER_CLOUD])
-@pytest.mark.parametrize(("sides", "each", "claimed"), [((8,), 1, 8), ((3, 4), 1, 8), ((3, 4), 3, 12)])
+@pytest.mark.parametrize("profile", [LAN, PAPER_CLOUD])
+@pytest.mark.parametrize(("sides", "each", "claimed"), [((8,), 1, 8), ((3, 4), 3, 12)])
 async def test_peers_that_claim_at_once_get_different_places_while_there_are_some(
     profile: NetworkProfile, sides: tuple[int, ...], each: int, claimed: int
 ) -> None:

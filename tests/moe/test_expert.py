@@ -40,7 +40,7 @@ def equal(some: dict[str, Tensor], others: dict[str, Tensor]) -> bool:
     return some.keys() == others.keys() and all(torch.equal(some[name], others[name]) for name in some)
 
 
-@pytest.mark.parametrize("scale", [1e-3, 1.0, 1e3])
+@pytest.mark.parametrize("scale", [1e-3, 1e3])
 @pytest.mark.parametrize("rule", [ADAM, replace(ADAM, max_grad_norm=0.0), PAPER_RULE])
 def test_backward_steps_as_a_training_loop_would(rule: ExpertRule, scale: float) -> None:
     ours = expert(rule=rule)
@@ -194,7 +194,6 @@ RULE = ExpertRule(partial(torch.optim.SGD, lr=0.1))
     [
         *((FeedForward(8), (8,), (8,)), (FeedForward(8, 3), (8,), (8,))),
         *((TransformerBlock(8, 2), (-1, 8), (7, 8)), (TransformerBlock(8, 2, 5), (4, 8), (4, 8))),
-        (nn.Identity(), (2, 3), (2, 3)),
     ],
 )
 def test_blocks_are_experts_and_compute_the_same_twice(
@@ -206,8 +205,6 @@ def test_blocks_are_experts_and_compute_the_same_twice(
     assert outputs.shape == inputs.shape and torch.equal(one.forward(inputs), outputs)
     back = one.backward(inputs, grads)
     assert back.shape == inputs.shape and one.step == 1
-    if isinstance(module, nn.Identity):  # it has no weights
-        assert torch.equal(outputs, inputs) and torch.equal(back, grads)
 
 
 MODEL = ExpertModel(each=30_000_000, gradients=10_000_000, sample=10_000)
@@ -231,23 +228,16 @@ def test_memory_of_one_batch_is_subtracted_and_the_rest_divided(
     )
 
 
-def test_adam_takes_two_more_values_for_each_weight() -> None:
+def test_adam_takes_two_more_values_for_each_weight_and_a_layer_keeps_its_inputs() -> None:
     model = measure(expert(nn.Linear(64, 64), ExpertRule(torch.optim.Adam), (64,)))
     weights = 4 * (64 * 64 + 64)
     assert model.gradients == weights and 3 * weights <= model.each <= 3 * weights + 16
     assert model.kinds["module/weight"] == (torch.float32, (64, 64)) and model.state_bytes >= 3 * weights
-
-
-def test_the_backward_pass_keeps_what_layers_of_it_keep() -> None:
-    sgd = ExpertRule(lambda parameters: torch.optim.SGD(parameters, lr=0.1))
     shallow, deep = (
-        measure(expert(nn.Sequential(*(nn.Linear(32, 32) for _ in range(n))), sgd, (32,))).sample
+        measure(expert(nn.Sequential(*(nn.Linear(32, 32) for _ in range(n))), RULE, (32,))).sample
         for n in (1, 9)
     )
     assert deep - shallow == 8 * 32 * 4  # each layer keeps its input
-    assert (
-        measure(expert(nn.Identity(), sgd, (32,))).sample == 4 * 32 * 4
-    )  # and a call four tensors, in and out
 
 
 def test_a_batch_that_exceeds_the_memory_is_computed_in_halves_with_equal_results() -> None:

@@ -52,15 +52,6 @@ def read(page: GridPage, told: dict[PeerId, Found]) -> dict[PeerId, list[int]]:
     return {host: [*held] for host, held in decoded.items()}
 
 
-def test_a_row_describes_its_experts() -> None:
-    places = ExpertPlace(7, 123, 5, (16, -1)), ExpertPlace(9, 124, grids.CLAIMED, ())
-    row = GridRecord(("ws://203.0.113.7:4500",), places)
-    seven, nine = announced(PLACES, [(ALICE, received(row))], now=5.0, swarm_time=1000.0)[ALICE].values()
-    assert seven.host == Contact(ALICE, row.addresses) and (seven.uid, nine.uid) == ("ffn.2.175", "ffn.2.177")
-    assert (seven.shape, seven.step, nine.step) == ((16, -1), 5, grids.CLAIMED)
-    assert seven.claim == (123, ALICE) < nine.claim
-
-
 @pytest.mark.parametrize(
     "record",
     [
@@ -91,14 +82,6 @@ VALUES = st.recursive(
 def test_no_strangers_record_does_harm(value: Any, page: GridPage, peer: bytes) -> None:
     told = {PeerId(peer): found(value), ALICE: found(value)}
     announced(page, told.items(), now=5.0, swarm_time=1000.0)
-
-
-def test_a_wide_row_has_several_keys_and_small_rows_share_one() -> None:
-    keys = [page.key("run") for page in GridPage.below(GRID, (3,))]
-    assert keys == ["run/experts/ffn/4x300/2/3", "run/experts/ffn/4x300/2/4"]
-    small = Grid("ffn", (5, 64))
-    assert [[page.number for page in GridPage.below(small, (i,))] for i in range(5)] == [[0]] * 4 + [[1]]
-    assert [GridPage(small, 2, 1).index_at(position) for position in (63, 64)] == [(4, 63), None]
 
 
 ANY_SIDES = st.lists(st.integers(1, 40), min_size=1, max_size=3) | st.tuples(
@@ -181,20 +164,6 @@ def replacing_beams(children: Callable[[Index], Mask], scores: Scores, k: int) -
             beams = [top(scores, n, found, k) for n, found in enumerate(candidates)]
         if len(barren) == known:
             return beams
-
-
-@settings(max_examples=50)
-@given(problems())
-def test_look_ups_in_steps_give_the_same_result_after_one_wait_per_dimension(problem: Problem) -> None:
-    sides, live, scores, k = problem
-    known: dict[Index, Mask] = {}
-    waits = 0
-    while unknown := (found := beam_search(scores, k, known.get))[1]:
-        assert not known.keys() & set(unknown)
-        known |= {prefix: children_of(sides, live, prefix) for prefix in unknown}
-        waits += 1
-    assert waits <= len(sides)
-    assert found == beam_search(scores, k, lambda prefix: children_of(sides, live, prefix))
 
 
 @settings(max_examples=50)

@@ -1,5 +1,4 @@
 import copy
-import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
@@ -12,7 +11,6 @@ from colab_swarm.errors import ExpertError, NoExpertsError
 from colab_swarm.moe.grid import ExpertInfo, Grid
 from colab_swarm.moe.layer import MixtureOfExperts, RemoteExpert, balance_loss, priorities
 from colab_swarm.net.node import Node
-from colab_swarm.net.peers import Contact
 from tests.moe.local import HOST, LR, Function, LocalExperts, calls_of
 
 GRID = Grid("ffn", (2, 3))
@@ -400,16 +398,3 @@ def test_invalid_names_and_inputs_are_refused(experts: LocalExperts, remote: Rem
             remote(wrong)
     assert remote(torch.randn(0, 4)).shape == (0, 4) and remote(torch.randn(4)).shape == (4,)
     assert repr(remote) == "RemoteExpert(ffn.1)"
-
-
-def test_an_expert_of_two_hosts_counts_once_and_a_dead_one_never(monkeypatch: pytest.MonkeyPatch) -> None:
-    layer, experts = make(k=6)
-    hosts = itertools.cycle((HOST, Contact(bytes([1]) * 32, ())))
-    monkeypatch.setattr(experts, "info", lambda uid: ExpertInfo(uid, next(hosts), (DIM,), 0, 1e9))
-    experts.dead = {"ffn.0.0"}
-    with torch.no_grad():
-        for parameter in layer.gating.parameters():
-            parameter.zero_()
-    layer(torch.randn(5, DIM))
-    assert layer.utilisation == pytest.approx(dict.fromkeys(experts.modules.keys() - experts.dead, 0.2))
-    assert layer.balance_loss.item() == pytest.approx(0.0)

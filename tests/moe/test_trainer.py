@@ -176,14 +176,3 @@ def test_a_collaborative_optimizer_steps_when_the_swarm_s_batch_is_full() -> Non
         before = square(model, torch.cat(batches(20))).item()
         assert AsyncTrainer(model, square, optimizer, **QUIET).fit(batches(20)).samples == 160
         assert optimizer.global_step == 5 and square(model, torch.cat(batches(20))) < before
-
-
-def test_a_scheduler_fits_into_on_update_and_progress_is_printed(
-    model: nn.Linear, capsys: pytest.CaptureFixture[str]
-) -> None:
-    optimizer = sgd(model)
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
-    trainer = AsyncTrainer(model, square, optimizer, on_update=lambda _: scheduler.step())
-    trainer.fit(batches(3))
-    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.05 / 8)
-    assert "3 updates" in repr(trainer) and "3 updates · loss" in capsys.readouterr().out
