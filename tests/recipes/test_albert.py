@@ -1,5 +1,3 @@
-import subprocess
-import sys
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -18,13 +16,12 @@ from colab_swarm.swarm.swarm import Swarm
 from colab_swarm.training.layerwise import Lamb
 
 
-@pytest.mark.parametrize("size", SIZES)
-def test_sizes_have_their_published_number_of_parameters(tokenizer: Words, size: str) -> None:
+@pytest.mark.parametrize(("size", "published"), [("large", 18_105_474), ("tiny", 572_370)])
+def test_sizes_have_their_published_number_of_parameters(tokenizer: Words, size: str, published: int) -> None:
     config = masked_lm.albert_config(SIZES[size], tokenizer)
     config.vocab_size = SIZES[size].vocabulary
     with torch.device("meta"):
         counted = sum(parameter.numel() for parameter in AlbertForPreTraining(config).parameters())
-    published = {"large": 18_105_474, "tiny": 572_370}.get(size, counted)
     assert parameter_count(SIZES[size]) == counted == published
 
 
@@ -110,14 +107,6 @@ def test_a_wrong_size_or_length_and_a_gpu_too_small_are_refused() -> None:
         fit_memory(SIZES["xlarge"], 2 << 30)
 
 
-@pytest.mark.slow
-def test_importing_the_recipes_imports_no_large_library() -> None:
-    large = "{'transformers', 'datasets', 'tokenizers', 'sklearn', 'PIL'}"
-    program = f"import sys, colab_swarm.recipes; print(*{large} & {{*sys.modules}})"
-    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert found.stdout.strip() == ""
-
-
 GIB = 1 << 30
 LENGTH = 32
 HIDDEN = 128
@@ -180,7 +169,6 @@ def test_checkpointing_gives_the_same_gradients_from_less_memory(tokenizer: Word
         ("cuda", (7, 0), torch.float16),  # a V100
         ("cuda", (7, 5), torch.float16),  # a T4, as of sahajBERT's volunteers
         ("cuda", (8, 0), torch.bfloat16),  # an A100
-        ("cuda", (9, 0), torch.bfloat16),
         ("cpu", None, torch.float32),
     ],
 )
@@ -200,19 +188,11 @@ def test_a_gpu_up_to_the_t4_calculates_in_float16_a_newer_one_in_bfloat16_and_a_
     assert scaler.is_enabled() == (dtype is torch.float16)
 
 
-@pytest.mark.parametrize(
-    ("size", "gib", "fit"),
-    [
-        ("large", 6, (8, True)),
-        ("large", 15, (4, False)),  # a T4, with which sahajBERT's volunteers took 4 as well
-        ("large", 80, (32, False)),
-        ("xlarge", 15, (16, True)),
-        ("xlarge", 24, (4, False)),
-        ("tiny", 6, (64, False)),
-    ],
-)
-def test_the_micro_batch_follows_the_memory(size: str, gib: int, fit: tuple[int, bool]) -> None:
-    assert fit_memory(SIZES[size], gib * GIB) == fit
+def test_the_micro_batch_follows_the_memory() -> None:
+    """On a T4, of 15 GiB, sahajBERT's volunteers took 4 as well."""
+    machines = ("large", 6), ("large", 15), ("xlarge", 15)
+    chosen = [fit_memory(SIZES[size], gib * GIB) for size, gib in machines]
+    assert chosen == [(8, True), (4, False), (16, True)]
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -229,8 +209,7 @@ def test_what_is_chosen_fits_and_more_memory_never_gives_less_speed(size: str) -
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_an_update_in_half_precision_is_nearly_that_of_float32(tokenizer: Words, dtype: torch.dtype) -> None:
+def test_an_update_in_half_precision_is_nearly_that_of_float32(tokenizer: Words) -> None:
     """The loop of sahajBERT's notebook, on a CPU; two peers, whose updates come one step late."""
 
     def train(swarm: Swarm, dtype: torch.dtype) -> torch.Tensor:
@@ -251,7 +230,7 @@ def test_an_update_in_half_precision_is_nearly_that_of_float32(tokenizer: Words,
         return torch.nn.utils.parameters_to_vector(trained.parameters()).detach()
 
     ends = []
-    for kind in (torch.float32, dtype):
+    for kind in (torch.float32, torch.float16):
         with cs.simulate(peers=2) as sim:
             ends.append(list(sim.run(partial(train, dtype=kind)).values()))
     (single, _), (half, other) = ends

@@ -1,9 +1,7 @@
 import json
 import logging
-import threading
 from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from itertools import count, islice
+from itertools import islice
 from pathlib import Path
 
 import pytest
@@ -58,48 +56,6 @@ def test_a_broken_shard_is_skipped_with_a_warning_until_the_next_pass(
         with caplog.at_level(logging.WARNING):
             assert sorted(islice(reader, 5)) == ["0.0", "0.1", "0.2", "broken 0", "broken 1"]
     assert caplog.messages[0].endswith("of 2 is given up after 2 documents: connection lost")
-
-
-ROWS = [f"row {n}" for n in range(20_000)]
-
-
-class DroppingHandler(BaseHTTPRequestHandler):
-    """Serves `ROWS`, but drops the connection of every other request for a range after 1,000 bytes."""
-
-    body = "\n".join(json.dumps({"text": row}) for row in ROWS).encode()
-    ranges = count()
-
-    def log_message(self, *_: object) -> None:
-        pass
-
-    def do_HEAD(self) -> None:
-        self.send_response(206 if "Range" in self.headers else 200)
-        self.send_header("Accept-Ranges", "bytes")
-        self.send_header("Content-Length", str(len(self.body)))
-        self.end_headers()
-
-    def do_GET(self) -> None:
-        self.do_HEAD()
-        broken = "Range" in self.headers and next(self.ranges) % 2 == 0
-        self.wfile.write(self.body[: 1000 if broken else None])
-
-
-@pytest.mark.slow
-def test_a_lost_connection_loses_no_document(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import datasets
-
-    for name in ("OPEN", "READ"):
-        monkeypatch.setattr(datasets.config, f"STREAMING_{name}_RETRY_INTERVAL", 0)
-    server = ThreadingHTTPServer(("127.0.0.1", 0), DroppingHandler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    url = f"http://127.0.0.1:{server.server_port}/rows.jsonl"
-    card = f"---\nconfigs:\n- config_name: default\n  data_files: {url}\n---\n"
-    (tmp_path / "README.md").write_text(card)
-    reader = ShardReader("web", open_text(tmp_path), seed=0, wait=lambda seconds: None)
-    assert list(islice(reader, len(ROWS))) == ROWS
-    assert next(DroppingHandler.ranges), "no connection was lost"
-    server.shutdown()
-    server.server_close()
 
 
 def test_a_source_that_never_gave_anything_raises_and_one_that_becomes_empty_later_is_retried() -> None:
