@@ -228,7 +228,7 @@ def test_memory_of_one_batch_is_subtracted_and_the_rest_divided(
     )
 
 
-def test_adam_takes_two_more_values_for_each_weight_and_a_layer_keeps_its_inputs() -> None:
+def test_an_experts_memory_counts_adams_values_and_kept_inputs() -> None:
     model = measure(expert(nn.Linear(64, 64), ExpertRule(torch.optim.Adam), (64,)))
     weights = 4 * (64 * 64 + 64)
     assert model.gradients == weights and 3 * weights <= model.each <= 3 * weights + 16
