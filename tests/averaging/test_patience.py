@@ -106,7 +106,7 @@ def test_a_late_member_costs_its_limit_and_then_nothing_for_a_while(
         (late,) = (one for one in town.results[0].members if one.peer == waited.peer)
         assert late.dropped.startswith("too slow: nothing came for ") or way == "_return_means"
         assert LEAST_S <= waited.seconds < 3 * LEAST_S
-        for _ in range(10):
+        for _ in range(3):
             assert await town.average(*names) < USUAL_S + 2 * TICK_S
         await asyncio.sleep(LEFT_OUT_S)
         assert await town.average(*names) > LEAST_S, "it is awaited again"
@@ -115,7 +115,7 @@ def test_a_late_member_costs_its_limit_and_then_nothing_for_a_while(
         assert town.waited() == [{"dave"}] * 3
 
     run_virtual(main())
-    assert len(set(hangs)) >= 13 or not way.startswith("_")
+    assert len(set(hangs)) >= 6 or not way.startswith("_")
 
 
 def test_who_comes_in_time_counts_and_is_awaited_again() -> None:

@@ -44,12 +44,6 @@ def test_a_contribution_over_the_bound_is_refused() -> None:
     assert r.drop(1) == [0] and r.largest_rms == pytest.approx(20.0)
 
 
-@pytest.mark.parametrize("weights", [(0, 0), (1, 1)])
-def test_chunks_without_contributions_have_no_mean(weights: tuple[float, float]) -> None:
-    r = reducer(*weights)
-    assert sorted(r.finished() + r.drop(0) + r.drop(1)) == [0, 1, 2] and r.mean(1) is None
-
-
 @pytest.mark.parametrize(
     ("chunk", "length", "value"),
     [(0, 4, np.nan), (0, 4, np.inf), (2, 4, 1.0), (3, 4, 1.0), (-1, 2, 1.0), (0, 2, 1.0)],

@@ -2,6 +2,7 @@ import asyncio
 import random
 import tracemalloc
 from collections.abc import Callable, Sequence
+from itertools import cycle
 from typing import Any
 
 import msgspec
@@ -96,13 +97,6 @@ def test_without_any_weight_everyone_keeps_its_own_and_says_so() -> None:
         assert sum(span.numel for span, lacking in result.gaps if lacking == (0, 1, 2, 3)) == 200_000
 
 
-@pytest.mark.parametrize("odd", [np.nan, np.inf])
-def test_a_contribution_that_is_not_finite_leaves_the_span_it_is_in(odd: float) -> None:
-    outcome = run_round(prepare=lambda contributions: contributions["bob"].fill(odd))
-    outcome.assert_mean("alice", "carol", "dave")
-    assert all(len(result.contributors) == 3 for result in outcome.results.values())
-
-
 async def test_contributing_needs_the_role_of_a_worker() -> None:
     network = SimNetwork(seed=1)
     alice, bob, carol = peers = [network.peer(name) for name in NAMES[:3]]
@@ -154,8 +148,7 @@ PHASES: dict[str, Callable[[SimNetwork], None]] = {
 }
 
 
-@pytest.mark.parametrize("phase", PHASES)
-@pytest.mark.parametrize("codec", ["float32", "int8"])
+@pytest.mark.parametrize(("phase", "codec"), [*zip(PHASES, cycle(["float32", "int8"]), strict=False)])
 def test_a_member_may_vanish_at_any_phase(phase: str, codec: str) -> None:
     outcome = run_round(numel=1_400_000, script=PHASES[phase], codec=codec)
     assert [fault.name for fault in outcome.fired] == ["crash"]
@@ -226,9 +219,7 @@ def test_several_silent_survivors_hold_up_a_recovery_no_longer_than_one() -> Non
     np.testing.assert_array_equal(outcome.vectors["alice"], outcome.vectors["erin"])
 
 
-@pytest.mark.parametrize(
-    ("index", "payload"), [(0, b""), (0, bytes(39)), (7, bytes(40)), (-1, bytes(40)), (0, NANS)]
-)
+@pytest.mark.parametrize(("index", "payload"), [(0, bytes(39)), (7, bytes(40)), (0, NANS)])
 async def test_a_sender_of_garbage_is_left_out_and_gets_the_mean(index: int, payload: bytes) -> None:
     alice, mallory = pair("mallory", dial_out="mallory")
     group = make_group([alice, mallory], [1, 9], 10)
@@ -394,7 +385,7 @@ async def test_a_stranger_cannot_take_part_in_a_round_and_bad_arguments_raise() 
 
 
 @given(seed=st.integers(0, 10**6))
-@settings(max_examples=25)
+@settings(max_examples=12)
 @pytest.mark.slow
 def test_random_crashes_never_stop_the_survivors(seed: int) -> None:
     rng = random.Random(seed)
@@ -417,8 +408,7 @@ def test_random_crashes_never_stop_the_survivors(seed: int) -> None:
         outcome.assert_equal_vectors()
 
 
-@pytest.mark.parametrize("nth", [1, 3, 6])
-@pytest.mark.parametrize("clients", [("alice", "bob"), ("alice",)])
+@pytest.mark.parametrize(("nth", "clients"), [(1, ["alice", "bob"]), (3, ["alice"]), (6, ["alice", "bob"])])
 def test_the_span_of_an_assistant_that_dies_is_recovered(nth: int, clients: Sequence[str]) -> None:
     def script(network: SimNetwork) -> None:
         network.when(lambda m: isinstance(m, Chunk), sender="dave", nth=nth).crash("dave")
