@@ -1,11 +1,8 @@
 """What the backbone's page shows: `tests.notebook` has its form and drawings."""
 
 import dataclasses
-from pathlib import Path
 
-import colab_swarm as cs
-from colab_swarm.backbone.backbone import Backbone, status_page
-from colab_swarm.backbone.config import RunFile
+from colab_swarm.backbone.backbone import status_page
 from colab_swarm.snapshot import KeptModel, SwarmSnapshot
 from tests.backbone.views import view
 
@@ -27,14 +24,6 @@ def test_every_model_has_its_part_with_its_checkpoints_and_a_warning_without_tra
     assert "loss of" in page and "loss of" not in live(empty)
     warning = "There are no trainers now. New trainers continue from the checkpoint of step 2,000"
     assert warning in live(alone) and warning not in page
-
-
-def test_a_run_that_keeps_no_model_has_a_page_too(tmp_path: Path) -> None:
-    with cs.simulate(1) as sim:
-        page = Backbone(
-            sim.swarms["alice"], RunFile(name="simulation", folder=str(tmp_path), collaborations=())
-        )
-        assert "simulation" in page.page.render(page.snapshots())[1]
 
 
 def test_prometheus_gets_each_figure_of_the_run_once_and_those_of_every_model() -> None:

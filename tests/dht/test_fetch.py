@@ -12,17 +12,17 @@ from tests.dht.swarm import Member, forged, holders, swarm
 
 
 async def test_every_peer_fetches_a_stored_value() -> None:
-    _, members = await swarm(40)
+    _, members = await swarm(20)
     await members[1].dht.publish("key", 7, ttl_s=60)
     readings = [await member.dht.fetch("key") for member in members]
-    assert [reading.found[members[1].peers.id].value for reading in readings] == [7] * 40
+    assert [reading.found[members[1].peers.id].value for reading in readings] == [7] * 20
     assert {0, 1} <= {reading.hops for reading in readings}
     nothing = await members[0].dht.fetch("nothing")
     assert (nothing.found, nothing.hops) == ({}, None)
 
 
 async def test_silent_peers_delay_nothing() -> None:
-    network, members = await swarm(30, profile=HOME)
+    network, members = await swarm(16, profile=HOME)
     await members[0].dht.publish("key", 7, ttl_s=600)
     reader = next(member for member in members if member not in holders(members, "key"))
     nearest = [contact.id for contact in reader.dht.table.nearest(key_id("key"), 2)]
@@ -60,7 +60,7 @@ async def test_a_liar_forges_no_signed_value() -> None:
 
 
 async def test_a_fetch_costs_a_bounded_number_of_queries() -> None:
-    _, members = await swarm(40)
+    _, members = await swarm(20)
     asked = []
     for member in members:
 

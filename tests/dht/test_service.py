@@ -64,8 +64,8 @@ async def test_a_key_stored_lately_needs_no_lookup_and_outlives_all_but_one_of_i
 
 
 async def test_a_peer_is_found_by_its_id() -> None:
-    _, members = await swarm(40)
-    assert await members[39].dht.find_peer(members[17].peers.id) == members[17].peers.contact
+    _, members = await swarm(20)
+    assert await members[19].dht.find_peer(members[17].peers.id) == members[17].peers.contact
     assert await members[3].dht.find_peer(PeerId(bytes(32))) is None
 
 
@@ -129,13 +129,12 @@ async def test_wrong_keys_and_wrong_contacts_are_refused_or_not_passed_on() -> N
     assert is_sound(Contact(bob.peers.id, most)) and not is_sound(Contact(bob.peers.id, (*most, "")))
 
 
-@pytest.mark.parametrize("upkeep", [True, False])
-async def test_a_new_peer_gets_the_records_it_is_nearest_to_by_upkeep(upkeep: bool) -> None:
-    network, members = await swarm(3, upkeep=upkeep)
+async def test_a_new_peer_gets_the_records_it_is_nearest_to_by_upkeep() -> None:
+    network, members = await swarm(3, upkeep=True)
     await members[0].dht.publish("key", 7, ttl_s=600)
     dave = await join(network, "dave", members[0].peers)
     await asyncio.sleep(1)
-    assert holders([dave], "key") == [dave] * upkeep
+    assert holders([dave], "key") == [dave]
 
 
 async def test_bootstrap_counts_the_answers_and_stop_ends_reads_and_tasks() -> None:
@@ -172,21 +171,6 @@ async def test_upkeep_that_fails_is_an_event_and_is_tried_again(monkeypatch: pyt
     faults = {(fault.where, fault.text) for fault in events.recent(Fault) if isinstance(fault, Fault)}
     assert faults == {("upkeep of the DHT", "ZeroDivisionError: a bug")}
     assert len(events.recent(Fault)) > 1
-
-
-async def test_a_peer_cut_off_for_long_finds_back_through_its_entries() -> None:
-    network, members = await swarm(4, upkeep=True)
-    bob = members[1]
-    network.now().partition({"bob"}, {member.peers.name for member in members} - {"bob"})
-    for i in range(4):
-        for member in members:
-            await member.dht.publish("key", i, ttl_s=60)
-        await asyncio.sleep(60)
-    apart = {len(member.dht.table) for member in members}
-    network.now().heal()
-    await asyncio.sleep(5)
-    assert (apart, len(bob.dht.table)) == ({0, 2}, 3)
-    assert [fault.name for fault in network.fired] == ["partition", "heal"]
 
 
 async def test_two_halves_of_a_swarm_meet_again_within_a_minute() -> None:

@@ -82,12 +82,9 @@ def test_random_bytes_raise_nothing_but_protocol_error(data: bytes, turn: int) -
         reply(reader, data)
 
 
-TIMES = -1.0, float("inf"), float("nan")
-
-
 @pytest.mark.parametrize(
     ("at", "wrong"),
-    [(0, b"short"), (1, b"short"), (2, ("ws://x",) * 17), (2, ("x" * 257,)), *((3, time) for time in TIMES)],
+    [(0, b"short"), (1, b"short"), (2, ("ws://x",) * 17), (2, ("x" * 257,)), (3, float("nan"))],
 )
 def test_a_hello_out_of_bounds_does_not_decode(at: int, wrong: object) -> None:
     hello: list[object] = [b"k" * 32, b"s" * 64, ("x" * 256,) * 16, NOW]

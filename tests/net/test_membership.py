@@ -50,14 +50,6 @@ def refused(shown: Membership | bytes, match: str, *, now: float = NOW) -> None:
     assert len(str(error.value).encode()) <= 100  # it travels as a WebSocket's close reason
 
 
-def test_the_authority_admits_directly_and_through_an_invitation() -> None:
-    assert admit(membership()) is Role.WORKER
-    assert admit(membership(role=Role.VIEWER)) is Role.VIEWER
-    assert admission().admit(AUTHORITY.public_key, b"", now=NOW) is Role.AUTHORITY
-    own = Membership.by_invitation(grant(), LINK, key=ALICE.public_key, now=NOW + HOUR)
-    assert admit(own, now=NOW + HOUR) is Role.WORKER and own.expires_at == NOW + 10 * HOUR
-
-
 def test_a_peer_without_membership_is_a_guest_for_a_minute_at_the_authority_alone() -> None:
     refused(b"", "no membership: join with an invitation")
     assert admission(AUTHORITY).admit(ALICE.public_key, b"garbage", now=NOW) is Role.GUEST

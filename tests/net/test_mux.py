@@ -21,7 +21,6 @@ from colab_swarm.net.peers import (
     ITEM_OVERHEAD_BYTES,
     MAX_MESSAGE_BYTES,
     MAX_PAYLOAD_BYTES,
-    STREAM_WINDOW_BYTES,
     Stream,
 )
 
@@ -98,23 +97,6 @@ def test_too_many_calls_and_streams_of_the_peer_are_refused_as_busy(monkeypatch:
     pair.alice.reset(streams[0].id)
     replacement = pair.alice.open(b"")
     assert [frame.id for frame in pair.to_bob()] == [streams[0].id, replacement.id]
-
-
-def test_a_sender_stops_at_the_window_and_continues_with_credit() -> None:
-    pair = Pair()
-    stream = pair.alice.open(b"")
-    while stream.credit_bytes > 0:
-        pair.alice.send(stream, b"", PAYLOAD)
-    assert len(pair.to_bob()) == 1 + 32
-    far = pair.bob.streams[stream.id]
-    for _ in range(2):
-        pair.bob.consumed(far, STREAM_WINDOW_BYTES // 16)
-    assert kinds(pair.to_alice()) == [(FrameKind.CREDIT, stream.id)]
-    pair.alice.send(stream, b"", PAYLOAD)
-    pair.alice.end(stream)
-    assert kinds(pair.to_bob()) == [(FrameKind.ITEM, stream.id), (FrameKind.END, stream.id)]
-    pair.bob.consumed(far, STREAM_WINDOW_BYTES)
-    assert pair.to_alice() == []  # the sender needs no credit any more
 
 
 def test_a_stream_is_over_after_both_ends_or_one_reset_which_drops_late_items() -> None:

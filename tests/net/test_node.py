@@ -11,35 +11,11 @@ from colab_swarm.events import EventLog, Fault, PeerJoined, PeerLeft
 from colab_swarm.net import node
 from colab_swarm.net.carrier import LinkType, Path
 from colab_swarm.net.link import LinkTable
-from colab_swarm.net.membership import OpenAdmission
-from colab_swarm.net.peers import CIRCUIT, Contact, Message, PeerId, Role, Stream
+from colab_swarm.net.peers import CIRCUIT, Contact, Message, PeerId, Stream
 from colab_swarm.net.websocket import WebSocket
-from tests.net.swarm import Echo, Piece, Talk, deafen, echo, peers, start, until
+from tests.net.swarm import Echo, Piece, Talk, deafen, peers, until
 
 SMALL, BIG = PeerId(bytes(32)), PeerId(b"b" * 32)
-
-
-async def test_peers_of_another_run_are_refused_and_both_runs_are_named() -> None:
-    async with peers("alice", run_id="red") as (alice,), peers("bob", run_id="blue") as (bob,):
-        alice.learn(bob.contact)
-        with pytest.raises(PeerUnreachable, match=r"to run 'blue'.*we belong to run 'red'"):
-            await alice.call(bob.id, Echo(), Echo, timeout_s=5)
-
-
-async def test_a_renewed_membership_gives_its_role_to_open_links() -> None:
-    class Viewers(OpenAdmission):
-        def admit(self, public_key: bytes, membership: bytes, *, now: float) -> Role:
-            return Role.WORKER if membership == b"renewed" else Role.VIEWER
-
-    bob = await start("bob", admission=Viewers())
-    bob.serve(Echo, echo, role=Role.WORKER)
-    async with peers("alice") as (alice,):
-        alice.learn(bob.contact)
-        with pytest.raises(CallRefused, match="needs the role worker; yours is viewer"):
-            await alice.call(bob.id, Echo(), Echo, timeout_s=5)
-        assert bob.readmit(alice.id, b"renewed") is Role.WORKER
-        assert await alice.call(bob.id, Echo(b"in"), Echo, timeout_s=5) == Echo(b"in")
-    await bob.close()
 
 
 async def test_two_peers_with_one_identity_say_so() -> None:

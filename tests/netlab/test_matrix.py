@@ -1,6 +1,4 @@
-"""Every pair of places: how two peers there come to be linked, and that a tensor passes intact."""
-
-from itertools import combinations_with_replacement
+"""Pairs of places: how two peers there come to be linked, and that a tensor passes intact."""
 
 import pytest
 
@@ -8,10 +6,13 @@ from tests.netlab.hosts import create, join
 from tests.netlab.lab import Lab, Nat, Site
 
 WAY_TIMEOUT_S = 20.0
-TENSOR_BYTES = 16 << 20
+TENSOR_BYTES = 4 << 20
 FIRST_LINK_S = 5.0
 NATS = {"masquerade": Nat(), "random": Nat(random=True), "strict": Nat(only_https=True)}
-PAIRS = (*combinations_with_replacement(("public", *NATS), 2), ("neighbour", "neighbour"))
+PAIRS = (
+    *(("public", "masquerade"), ("public", "strict"), ("neighbour", "neighbour")),
+    *(("masquerade", "random"), ("random", "strict")),
+)
 
 
 def lab_of(pair: tuple[str, str]) -> Lab:

@@ -2,13 +2,11 @@
 
 import msgspec
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from colab_swarm.errors import StateError
 from colab_swarm.net.peers import MAX_PAYLOAD_BYTES
-from colab_swarm.sim import LAN, SimNetwork
 from colab_swarm.tensors import chunks
 
 
@@ -34,29 +32,3 @@ def test_chunks_tile_the_blob_and_have_its_hashes() -> None:
     assert b"".join(whole.chunks.values()) == blob.tobytes()
     assert chunks.Manifest.decode(whole.head) == whole.manifest
     assert all(chunks.digest_of(piece) == digest for digest, piece in whole.chunks.items())
-
-
-class Ask(chunks.FetchChunks, frozen=True):
-    pass
-
-
-async def test_chunks_that_are_missing_here_come_from_honest_donors(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(chunks, "BAR_AFTER_S", 0.0)
-    blob = np.random.default_rng(0).integers(0, 256, 3 * chunks.CHUNK_BYTES + 5, np.uint8)
-    whole, network = chunks.Snapshot.of(b"", 1, blob), SimNetwork(LAN, seed=0)
-    alice, *donors = map(network.peer, ("alice", "bob", "mallory"))
-    network.introduce()
-    for donor, has in zip(donors, (whole, chunks.Snapshot(whole.manifest, np.zeros_like(blob))), strict=True):
-        donor.serve_stream(Ask, lambda ask, stream, has=has: chunks.send_chunks(ask, stream, has.read))
-    download, digests = chunks.ChunkDownload(alice, whole.manifest, Ask, title="the state"), [*whole.chunks]
-    download.fill({digests[0]: bytes(whole.chunks[digests[0]]), digests[1]: b"short"}.get)
-    with pytest.raises(StateError, match="3 of 4 chunks did not arrive"):
-        await download.run([donors[1].id])
-    await download.run(donor.id for donor in donors)
-    assert np.array_equal(download.blob, blob) and download.used == {donors[0].id}
-    assert "the state: " in capsys.readouterr().err
-    beginning = chunks.ChunkDownload(alice, whole.manifest, Ask, chunks=2)
-    await beginning.run([donors[0].id])
-    assert np.array_equal(beginning.blob, blob[: 2 * chunks.CHUNK_BYTES])

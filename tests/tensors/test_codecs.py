@@ -26,7 +26,7 @@ from colab_swarm.tensors.vectors import BINS, block_count
 CASTS = ("float32", "float16", "bfloat16")
 NAMES = (*module.CODECS, "topk:0.0001", "topk:0.01", "topk:0.3")
 names = pytest.mark.parametrize("name", NAMES)
-LENGTHS = (0, 1, 2, 63, 100, 4095, 4096, 4097, 3 * BLOCK_VALUES + 100)
+LENGTHS = (0, 1, 63, 4096, 3 * BLOCK_VALUES + 100)
 LARGEST = float(np.finfo(np.float32).max)
 DENORMAL = 1e-45
 ODD = (np.nan, np.inf, -np.inf)
@@ -72,24 +72,19 @@ def around_halfway(numel: int) -> npt.NDArray[Any]:
 
 
 KINDS: dict[str, Vectors] = {
-    **{f"times {scale:g}": times(scale) for scale in (1e-38, 1e-35, 1e-20, 1.0, 3e4, 1e20, 1e38)},
+    **{f"times {scale:g}": times(scale) for scale in (1e-38, 1.0, 3e4, 1e38)},
     "few kinds": lambda numel: np.random.default_rng(numel).integers(-2, 3, numel),
     "many scales": many_scales,
     "halfway": halfway,
     "around halfway": around_halfway,
-    "zeros": np.zeros,
-    "negative zeros": lambda numel: -np.zeros(numel),
     "zeros of both signs": lambda numel: normal(numel) * 0.0,
     "denormals": lambda numel: np.rint(normal(numel) * 3) * DENORMAL,
     "the largest": lambda numel: np.full(numel, LARGEST),
     "the largest of both signs": lambda numel: LARGEST * (-1.0) ** np.arange(numel),
     "one large value at the end": lambda numel: np.arange(numel) // max(numel - 1, 1) * 1e30,
     "the largest among small ones": one_value(LARGEST, 1e-3),
-    "one denormal": one_value(DENORMAL),
     "one positive": one_value(1.0, -1.0),
     "alternating": lambda numel: (-1.0) ** np.arange(numel),
-    "every third": lambda numel: np.arange(numel) % 3 == 0,
-    "all positive": lambda numel: np.abs(normal(numel)) + 1,
     "all negative": lambda numel: -np.abs(normal(numel)) - 1,
 }
 kinds = pytest.mark.parametrize("kind", KINDS)
@@ -163,9 +158,8 @@ def test_a_device_writes_the_bytes_of_numpy_and_reads_its_bits(name: str, kind: 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["times 1", "few kinds", "many scales"])
-def test_a_whole_chunk_is_written_and_read_as_by_numpy(kind: str) -> None:
-    values = KINDS[kind](MAX_BLOCKS * BLOCK_VALUES).astype(np.float32)
+def test_a_whole_chunk_is_written_and_read_as_by_numpy() -> None:
+    values = many_scales(MAX_BLOCKS * BLOCK_VALUES).astype(np.float32)
     for name in NAMES:
         assert_device_is_numpys(name, values)
 
@@ -249,7 +243,7 @@ def outcome(
 
 @names
 @given(data=st.binary(max_size=300), numel=st.integers(1, 300), seed=st.integers(0, 1 << 32))
-@settings(max_examples=100)
+@settings(max_examples=50)
 def test_any_bytes_are_refused_or_decoded_alike(name: str, data: bytes, numel: int, seed: int) -> None:
     rng = np.random.default_rng(seed)
     damaged = bytearray(host_encode(name, rng.standard_normal(numel, dtype=np.float32)))
@@ -325,7 +319,7 @@ def test_bytes_that_no_encoder_writes_are_refused(words: str, place: str) -> Non
 @pytest.mark.parametrize("name", ["onebit", "sparseloco", "topk:0.01", "topk:0.3"])
 def test_values_that_a_codec_would_spread_over_a_block_are_refused(name: str, odd: float, place: str) -> None:
     encode, _ = PLACES[place]
-    for numel in (1, 4097, 20_000):
+    for numel in (1, 9000):
         for at in (0, numel // 2, numel - 1):
             values = normal(numel)
             values[at] = odd
@@ -361,18 +355,11 @@ def test_large_values_are_finite_though_their_sum_is_not() -> None:
 
 
 @names
-def test_a_part_of_a_vector_on_a_device_is_encoded_as_if_it_were_alone(name: str) -> None:
-    values = torch.from_numpy(normal(20_000))
-    part = device_codecs.encode(name, values[4097:12_345])
-    assert torch.equal(part, device_codecs.encode(name, values[4097:12_345].clone()))
-
-
-@names
-@pytest.mark.parametrize("numel", [1, 3 * BLOCK_VALUES + 100])
 def test_nothing_waits_for_the_device_but_one_flag_where_a_codec_refuses(
-    name: str, numel: int, monkeypatch: pytest.MonkeyPatch
+    name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The meta device has no values to wait for."""
+    numel = 3 * BLOCK_VALUES + 100
     read: list[Flag] = []
 
     def read_flag(flag: Flag) -> bool:
@@ -430,13 +417,3 @@ def test_an_unknown_codec_is_named_with_the_choices(names: list[str], words: str
         with pytest.raises(ValueError, match=words):
             codec_of(name)
     assert codec_of("topk:0.01").name == "topk:0.01"
-
-
-def test_adaptive_sends_the_small_tensors_at_the_front_as_float16() -> None:
-    assert [module.Precision("adaptive", fine=10).at(start).name for start in (9, 10)] == ["float16", "int8"]
-    assert (
-        module.Precision("adaptive").at(1 << 30) is module.Precision("adaptive").widest is codec_of("float16")
-    )
-    assert module.Precision("int8").at(0) is module.Precision("int8").widest is codec_of("int8")
-    with pytest.raises(ValueError, match="unknown codec"):
-        module.Precision("zip")

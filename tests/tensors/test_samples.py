@@ -5,8 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import DataLoader, Dataset, IterableDataset, WeightedRandomSampler
@@ -84,12 +82,6 @@ def test_parts_that_agree_are_counted_and_others_not_guessed(kind: str) -> None:
     assert samples_of(batch) == samples
 
 
-@given(st.integers(1, 40), st.lists(st.integers(1, 9), min_size=1, max_size=4))
-def test_columns_of_different_kinds_are_counted_whatever_their_sizes(rows: int, widths: list[int]) -> None:
-    columns = {f"column {at}": zeros(rows, width) for at, width in enumerate(widths)}
-    assert samples_of(columns) == samples_of([*columns.values(), ids(rows)]) == rows
-
-
 def test_a_known_full_batch_decides_between_readings() -> None:
     assert samples_by_parts(images(8), 8) == 8
     assert samples_by_parts(images(8), 16) is None
@@ -134,11 +126,6 @@ def test_a_loader_of_a_stream_says_which_reading_is_a_full_batch(
     collate: Any, samples: list[int | None]
 ) -> None:
     assert counted(DataLoader(Stream(), batch_size=8, collate_fn=collate)) == samples
-
-
-def test_a_loader_without_automatic_batches_leaves_it_to_the_parts() -> None:
-    batches = [(zeros(5, 2), ids(5)), (zeros(3, 2), ids(3))]
-    assert counted(DataLoader(batches, batch_size=None)) == [5, 3]  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

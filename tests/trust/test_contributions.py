@@ -5,8 +5,6 @@ from collections.abc import Sequence
 
 import msgspec
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from colab_swarm.averaging.group import Group, GroupMember, RoundTerms
 from colab_swarm.net.peers import PeerId, Role
@@ -49,27 +47,13 @@ def after(round_: Group) -> dict[PeerId, Contribution]:
     return summed(ledgers)
 
 
-PARTS = st.lists(st.tuples(st.floats(0, 1e6), st.floats(0, 10)), min_size=2, max_size=5)
-
-
-@given(PARTS)
-def test_what_all_reducers_credit_adds_up_to_the_weight(parts: list[tuple[float, float]]) -> None:
-    weights, shares = zip(*parts, strict=True)
-    if sum(share > 1e-3 for share in shares) == 0:
-        return
-    shares = tuple(share if share > 1e-3 else 0.0 for share in shares)
-    found = after(group(weights, shares))
-    for index, weight in enumerate(weights):
-        credited = found.get(peer(index), Contribution(peer(index)))
-        assert credited.samples == pytest.approx(weight, rel=1e-6)
-
-
 def test_members_are_credited_with_samples_and_reducers_with_the_spans_that_others_got() -> None:
     found = after(group([8.0, 4.0, 0.0], [1.0, 0.0, 0.0]))
     assert {one.peer: one.samples for one in found.values()} == {peer(0): 8.0, peer(1): 4.0}
     assert after(group([8.0], [1.0])) == {}  # a round of one is not counted
     found = after(group([1.0, 1.0, 1.0], [3.0, 1.0, 0.0]))
     assert [found[peer(i)].reduced_bytes for i in range(3)] == [2 * 75 * 4, 2 * 25 * 4, 0]
+    assert [found[peer(i)].samples for i in range(3)] == pytest.approx([1.0] * 3)
     round_, ledger = group([1.0, 1.0], [1.0, 1.0]), ContributionLedger(peer(0))
     ledger.on_round(round_, [peer(0)], spans_lost=[round_.spans()[1]])
     assert ledger.tally() == (), "a lost span and a lost contribution earn nothing"
