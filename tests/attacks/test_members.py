@@ -34,7 +34,7 @@ from tests.net.swarm import LOOPBACK, identity
 from tests.training import toy
 from tests.trust.run import Clock, Echo, Peer, run_with
 
-CALM_S, ATTACK_S = 20.0, 60.0  # of simulated training before an attack, and beside it
+CALM_S, ATTACK_S = 20.0, 40.0  # of simulated training before an attack, and beside it
 SAMPLES, SAMPLES_PER_S, HONEST = 2, 4.0, 3
 STEP_S = 4.0  # that the honest take for a step of theirs alone
 BATCH = HONEST * SAMPLES_PER_S * STEP_S

@@ -87,7 +87,7 @@ def test_a_step_that_failed_between_two_single_steps_goes_on_with_the_second() -
     assert sum(failures for _, failures in results.values()) >= 1
 
 
-@pytest.mark.parametrize("scheduler", [NormBounded(0.0), VarianceBounded(0.0), BoundedStaleness(3)], ids=repr)
+@pytest.mark.parametrize("scheduler", [NormBounded(0.0), BoundedStaleness(3)], ids=repr)
 def test_members_that_do_not_wait_are_faster_and_stay_close(scheduler: Scheduler) -> None:
     seconds = {}
     for name, chosen in (("waits", Synchronous()), ("continues", scheduler)):
@@ -101,7 +101,7 @@ def test_members_that_do_not_wait_are_faster_and_stay_close(scheduler: Scheduler
         assert (parameters - reference(STEPS)).abs().max() < 0.2
 
 
-@pytest.mark.parametrize("compression", ["float16", "int8", "topk:0.1", "sparseloco", "onebit"])
+@pytest.mark.parametrize("compression", ["float16", "topk:0.1", "onebit"])
 def test_members_apply_decoded_values_so_they_stay_equal(compression: str) -> None:
     with simulation() as sim:
         results = sim.run(
@@ -130,8 +130,9 @@ def test_a_gradient_that_is_not_finite_counts_as_zero_and_no_member_is_lost(fact
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("scheduler", [Synchronous(), CrashTolerant(1, 0.5)], ids=repr)
-@pytest.mark.parametrize("crashes", [True, False], ids=["crashes", "closes"])
+@pytest.mark.parametrize(
+    ("scheduler", "crashes"), [(Synchronous(), True), (CrashTolerant(1, 0.5), False)], ids=repr
+)
 def test_a_member_that_is_lost_does_not_delay_the_others(scheduler: Scheduler, crashes: bool) -> None:
     def work(swarm: Swarm) -> tuple[torch.Tensor, list[ElasticStep]]:
         closes = swarm.name == "carol" and not crashes
@@ -314,8 +315,7 @@ def test_what_changes_gradients_after_they_were_sent_is_refused_and_a_scaler_tha
         sim.run(run)
 
 
-@pytest.mark.parametrize("by_scheduler", [True, False])
-@pytest.mark.parametrize("of_first", [False, True])
+@pytest.mark.parametrize(("by_scheduler", "of_first"), [(True, False), (False, True)])
 def test_a_member_whose_learning_rates_leave_the_first_ones_is_told_at_that_step(
     by_scheduler: bool, of_first: bool
 ) -> None:

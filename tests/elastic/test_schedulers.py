@@ -95,17 +95,6 @@ def test_bounds_are_those_of_table_1(scheduler: Scheduler, bound: float) -> None
     assert all(scheduler.bound(replace(facts, gamma=unknown)) is None for unknown in (None, 1.0))
 
 
-@pytest.mark.parametrize("tau", [1, 2, 5])
-def test_single_steps_are_not_divided_by_the_number_of_peers(tau: int) -> None:
-    facts = StepFacts(peers=4, m=2.0, sigma=1.0)
-    assert BoundedStaleness(tau, single_steps=True).bound(facts) == pytest.approx(3 * (tau + 1) * 2.0)
-    parallel = BoundedStaleness(tau).bound(replace(facts, gamma=0.5, crashed=1))
-    single = BoundedStaleness(tau, single_steps=True).bound(replace(facts, gamma=0.5, crashed=1))
-    assert single == pytest.approx(4 * (parallel or 0) + 3 * 2.0)
-    with pytest.raises(ValueError, match="stand_in=True needs parallel steps"):
-        BoundedStaleness(tau, stand_in=True, single_steps=True)
-
-
 @pytest.mark.parametrize("make", [BoundedStaleness, partial(CrashTolerant, timeout_s=0.0)])
 def test_a_lost_peer_adds_its_stand_ins_that_nobody_can_correct(make: Callable[..., Scheduler]) -> None:
     facts = StepFacts(peers=4, m=2.0, sigma=1.0, largest=3.0)
@@ -130,4 +119,6 @@ def test_invalid_settings_are_refused() -> None:
     ):
         with pytest.raises(ValueError, match="="):
             kind(*arguments)
+    with pytest.raises(ValueError, match="stand_in=True needs parallel steps"):
+        BoundedStaleness(1, stand_in=True, single_steps=True)
     assert BoundedStaleness(1).max_delay == CrashTolerant(1, 0.0).max_delay == 1, "the least"

@@ -1,4 +1,7 @@
-"""One rank of a host, as a process: ``python -m tests.training.host_rank SCENARIO RANK FOLDER``."""
+"""One rank of a host, as a process: ``python -m tests.training.host_rank SCENARIO[,SCENARIO] RANK FOLDER``.
+
+Each of several scenarios has a folder of its own in that one.
+"""
 
 import copy
 import logging
@@ -16,7 +19,7 @@ from accelerate.optimizer import AcceleratedOptimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 import colab_swarm as cs
-from colab_swarm.errors import HostError
+from colab_swarm.errors import HostError, StepError
 from colab_swarm.swarm.swarm import Swarm
 from colab_swarm.tensors import device
 from colab_swarm.training.host import HostOptimizer, host_optimizer
@@ -245,7 +248,7 @@ def buffers(swarm: Swarm | None, net: Net, folder: Path) -> None:
     first = net[1].running_mean.clone()
     try:
         optimizer.step()
-    except RuntimeError as error:
+    except StepError as error:
         (folder / f"error {rank}").write_text(str(error))
     loss_of(net, 0, slice(5 * rank, 5 * rank + 5)).backward()
     before = net[1].running_mean.clone()
@@ -260,20 +263,26 @@ SCENARIOS: dict[str, Scenario] = {
     **{one.__name__: one for one in (train, delay, lose, overflow, ragged, accelerated, buffers)},
 }
 
-if __name__ == "__main__":
-    scenario, rank, place = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3])
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{place / 'store'}", rank=rank, world_size=RANKS)
+
+def play(scenario: str, rank: int, folder: Path) -> None:
     net = model()
     if rank:
-        SCENARIOS[scenario](None, net, place)
+        SCENARIOS[scenario](None, net, folder)
     else:
-        options, invite = cs.NetworkOptions(lan=False), place / "invite"
+        options, invite = cs.NetworkOptions(lan=False), folder / "invite"
         swarm = (
             cs.join(invite.read_text(), peer_name="host", options=options)
             if invite.exists()
             else cs.create("host", peer_name="host", options=options)
         )
         with swarm:
-            SCENARIOS[scenario](swarm, net, place)
-    torch.save(parameters_of(net), place / f"parameters {rank}")
+            SCENARIOS[scenario](swarm, net, folder)
+    torch.save(parameters_of(net), folder / f"parameters {rank}")
+
+
+if __name__ == "__main__":
+    scenarios, rank, place = sys.argv[1].split(","), int(sys.argv[2]), Path(sys.argv[3])
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{place / 'store'}", rank=rank, world_size=RANKS)
+    for scenario in scenarios:
+        play(scenario, rank, place / scenario if len(scenarios) > 1 else place)

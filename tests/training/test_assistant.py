@@ -85,10 +85,10 @@ def test_training_continues_when_the_assistant_crashes_in_a_round_and_returns(ph
     with simulation("bob", "carol") as sim:
         sim.network.when(lambda message: isinstance(message, phase), nth=5, **role).crash("alice")
         sim.join("alice", at=8.0)
-        results = sim.run(lambda swarm: train_or_assist(swarm, 90))
+        results = sim.run(lambda swarm: train_or_assist(swarm, 50))
         assert [fault.name for fault in sim.network.fired] == ["crash"]
         rounds = [e for name in ("bob", "carol") for e in sim.swarms[name].events.recent(RoundFinished)]
-        assert sim.swarms["alice"].assistant.rounds > 20
+        assert sim.swarms["alice"].assistant.rounds > 8
     assert {e.group_size for e in rounds} >= {1, 3}  # alone while it was away
     assert results["bob"] and results["carol"] and len(toy.lineages(results)) == 1
 

@@ -23,10 +23,9 @@ def contributors(swarm: Swarm, least: int | None, bucket: bool = False) -> list[
     return counts
 
 
-@pytest.mark.parametrize("bucket", [False, True])
 @pytest.mark.parametrize(
-    ("alice", "bob", "first"),
-    [(2, None, 2), (2, 2, 2), (None, None, 1), (1, 1, 1)],
+    ("alice", "bob", "first", "bucket"),
+    [(2, None, 2, False), (2, 2, 2, True), (None, None, 1, False), (1, 1, 1, True)],
 )
 def test_two_begin_together_if_the_first_asks_for_it(
     alice: int | None, bob: int | None, first: int, bucket: bool

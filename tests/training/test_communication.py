@@ -66,7 +66,7 @@ def test_a_plan_of_nothing_is_refused(nothing: tuple[int, float]) -> None:
         sim.swarms["alice"].plan(nothing[0], step_s=nothing[1])
 
 
-NUMEL, STEP_S, PEERS, ROUNDS = 400_000, 4.0, 4, 5
+NUMEL, STEP_S, PEERS, ROUNDS = 400_000, 4.0, 4, 4
 MICRO = 8  # batches of each peer in a step: a round waits for those that are under way
 
 
@@ -89,11 +89,11 @@ def train(swarm: Swarm, way: cs.Communication) -> tuple[float, float]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", list(WAYS))
+@pytest.mark.parametrize("name", ["each step, int8", "each 3 steps, sparseloco", "each 30 steps, int8"])
 def test_a_forecast_is_close_to_a_run_on_home_lines(name: str) -> None:
     way = WAYS[name]
     if way.local_steps > 1:
-        way = replace(way, local_steps=5)
+        way = replace(way, local_steps=3)
     with cs.simulate(PEERS, network="home", samples_per_s=MICRO / STEP_S) as sim:
         found = sim.run(lambda swarm: train(swarm, way))
         plan = sim.swarms["alice"].plan(NUMEL, step_s=STEP_S, peers=PEERS)

@@ -72,9 +72,8 @@ def test_a_delayed_step_that_fails_is_raised_and_its_samples_count_again(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("network", ["lan", "home"])
-def test_four_peers_equal_a_one_step_stale_reference(network: str) -> None:
-    with cs.simulate(4, network=network, seed=1, samples_per_s=1e6) as sim:
+def test_four_peers_equal_a_one_step_stale_reference() -> None:
+    with cs.simulate(4, network="home", seed=1, samples_per_s=1e6) as sim:
         results = sim.run(lambda swarm: train_delayed(swarm, 20))
         assert len(sim.swarms["alice"].events.recent(RoundFinished)) == 20
     assert len(results) == 4 and len(toy.lineages(results)) == 1
@@ -87,7 +86,7 @@ def test_rounds_hide_behind_computing() -> None:
     ends = {}
     for delayed in (False, True):
         with cs.simulate(4, network="home", seed=1, samples_per_s=10.0) as sim:
-            sim.run(lambda swarm, d=delayed: toy.train_freely(swarm, 12, target_batch_size=40, overlap=d))
+            sim.run(lambda swarm, d=delayed: toy.train_freely(swarm, 8, target_batch_size=40, overlap=d))
             ends[delayed] = sim.time
     assert ends[True] < 0.9 * ends[False]
 

@@ -3,16 +3,13 @@
 The CPU plays the counting device: its tensors pass for those of a device, and all that is copied out or in is counted.
 """
 
-import ast
 from collections.abc import AsyncGenerator, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 import colab_swarm as cs
-import colab_swarm.training as room
 from colab_swarm.events import BatchDropped
 from colab_swarm.swarm.swarm import Swarm
 from colab_swarm.tensors import device
@@ -31,18 +28,6 @@ from colab_swarm.training.rounds import RoundOutcome
 from colab_swarm.training.settings import RoundInput
 from tests.training import toy
 
-# What a gradient passes on its way.
-ON_THE_WAY = (
-    "gradients.py",
-    "placement.py",
-    "flat.py",
-    "buffers.py",
-    "replica.py",
-    "trainer.py",
-    "host.py",
-)
-OUT_OF_A_DEVICE = ("cpu", "numpy", "item", "tolist")
-
 
 @pytest.fixture
 def meta_flags(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -59,7 +44,7 @@ def backward(net: torch.nn.Module) -> None:
 
 
 @pytest.mark.usefixtures("meta_flags")
-@pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.AdamW, Lamb, Lars])
+@pytest.mark.parametrize("make", [torch.optim.AdamW, Lamb, Lars])
 @pytest.mark.parametrize("scale", [None, torch.empty((), device="meta")])
 def test_sums_and_local_steps_copy_nothing(make: Any, scale: torch.Tensor | None) -> None:
     net = toy.model()
@@ -79,11 +64,10 @@ def test_sums_and_local_steps_copy_nothing(make: Any, scale: torch.Tensor | None
 
 
 @pytest.mark.usefixtures("meta_flags")
-@pytest.mark.parametrize("loss", [None, 0.5, torch.empty((), device="meta")])
-@pytest.mark.parametrize("scale", [None, torch.empty((), device="meta")])
-def test_a_rank_of_a_host_copies_nothing(
-    loss: float | torch.Tensor | None, scale: torch.Tensor | None
-) -> None:
+@pytest.mark.parametrize(
+    ("loss", "scale"), [(0.5, None), (torch.empty((), device="meta"), torch.empty((), device="meta"))]
+)
+def test_a_rank_of_a_host_copies_nothing(loss: float | torch.Tensor, scale: torch.Tensor | None) -> None:
     net = toy.model()
     moved_to_meta(net)
     ranks = RankSum(list(net.parameters()), rank=1)
@@ -178,17 +162,10 @@ def test_ranks_sum_on_their_devices_and_only_the_counts_are_read(
     "settings",
     [
         {},
-        {"max_grad_norm": 0.5},
-        {"compression": "int8", "error_feedback": True},
-        {"compression": "onebit", "error_feedback": True},
-        {"overlap": True},
+        {"max_grad_norm": 0.5, "compression": "onebit", "error_feedback": True},
         {"overlap": True, "compression": "int8", "error_feedback": True},
-        {"local_steps": 2},
         {"local_steps": 2, "overlap": True},
-        {"local_steps": 2, "compression": "topk:0.5"},
-        {"local_steps": 2, "compression": "int8", "error_feedback": True, "overlap": True},
         {"device_memory": 0},
-        {"device_memory": 0, "local_steps": 2, "overlap": True},
         {"device_memory": 800, "compression": "int8", "error_feedback": True},
         {"mailbox": True, "local_steps": 2, "compression": "topk:0.5"},
     ],
@@ -206,7 +183,7 @@ def test_peers_on_a_device_train_as_on_the_cpu(
         return toy.parameters_of(net)
 
     def run() -> dict[str, torch.Tensor]:
-        with cs.simulate(2, network="lan", seed=3, samples_per_s=2.0, mailbox=mailbox) as sim:
+        with cs.simulate(2, network="lan", seed=3, samples_per_s=20.0, mailbox=mailbox) as sim:
             return dict(sim.run(train))
 
     on_device = run()
@@ -282,7 +259,7 @@ def test_a_round_copies_encoded_values_but_for_the_own_span() -> None:
         toy.train_to(8, optimizer, net, toy.ROWS[swarm.name])
         return optimizer._replica.numel
 
-    with cs.simulate(2, network="lan", seed=3, samples_per_s=2.0) as sim:
+    with cs.simulate(2, network="lan", seed=3, samples_per_s=20.0) as sim:
         numel = sim.run(train)["alice"]
     # One byte a value and a scale, by two peers in eight rounds; and the residuals once, which begin in main memory.
     assert device.copied.in_bytes < 2 * 8 * 1.2 * numel + 2 * 4 * numel
@@ -319,22 +296,21 @@ def test_what_a_round_needs_lies_beside_the_model(rule: dict[str, Any]) -> None:
 
 @pytest.mark.usefixtures("counting_device")
 @pytest.mark.parametrize(
-    "settings", [{}, {"overlap": True}, {"local_steps": 2}, {"local_steps": 2, "overlap": True}]
-)
-@pytest.mark.parametrize(
-    ("of", "method", "leaves"),
+    ("of", "method", "leaves", "settings"),
     [
-        (Placement, "_sum_there", True),
-        (DeviceFeedback, "begin", True),
-        (Replica, "place", True),
-        (Replica, "_update", True),
+        (Placement, "_sum_there", True, {"overlap": True}),
+        (Placement, "_sum_there", True, {"local_steps": 2}),
+        (DeviceFeedback, "begin", True, {}),
+        (Replica, "place", True, {"local_steps": 2, "overlap": True}),
+        (Replica, "_update", True, {}),
+        (Replica, "_update", True, {"local_steps": 2, "overlap": True}),
         # One chunk takes another way.
-        (DeviceVector, "_encoded_there", False),
-        (DeviceVector, "_take_there", False),
+        (DeviceVector, "_encoded_there", False, {"local_steps": 2}),
+        (DeviceVector, "_take_there", False, {"overlap": True}),
     ],
 )
 def test_a_peer_goes_on_in_main_memory_when_its_devices_memory_ends(
-    settings: dict[str, Any], of: type, method: str, leaves: bool, monkeypatch: pytest.MonkeyPatch
+    of: type, method: str, leaves: bool, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def train(swarm: Swarm) -> bytes:
         net = toy.model()
@@ -357,7 +333,7 @@ def test_a_peer_goes_on_in_main_memory_when_its_devices_memory_ends(
     places: list[str] = []
     works = getattr(of, method)
     monkeypatch.setattr(of, method, ends_once)
-    with cs.simulate(2, network="lan", seed=3, samples_per_s=2.0) as sim:
+    with cs.simulate(2, network="lan", seed=3, samples_per_s=20.0) as sim:
         lineages = sim.run(train)
     assert fired
     assert lineages["alice"] == lineages["bob"]
@@ -518,16 +494,3 @@ def test_a_gradient_that_is_not_finite_is_told_of_one_call_later() -> None:
     dropped: list[int] = []
     assert toy.alone(train) == [10, 20, 20, 30]
     assert dropped == [0, 0, 1, 1]
-
-
-def test_no_module_on_the_way_of_a_gradient_reads_it_from_a_device() -> None:
-    """Such a read waits for the device, and copies: `tensors.device` does it, and counts."""
-    found = []
-    for name in ON_THE_WAY:
-        path = Path(room.__path__[0]) / name
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Attribute) and node.attr in OUT_OF_A_DEVICE:
-                found.append(f"{name}:{node.lineno} {node.attr}")
-            if isinstance(node, ast.Constant) and node.value == "cpu":
-                found.append(f"{name}:{node.lineno} cpu")
-    assert not found

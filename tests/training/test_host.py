@@ -25,46 +25,27 @@ Alive: TypeAlias = Callable[[], bool]
 Places: TypeAlias = list[tuple[str, int]]
 
 
-def test_a_host_of_two_ranks_in_a_swarm_equals_one_process_with_the_joined_batch(tmp_path: Path) -> None:
-    net = toy.model()
-    with cs.create("host", peer_name="carol", options=cs.NetworkOptions(lan=False)) as carol:
-        (tmp_path / "invite").write_text(carol.invite())
-        optimizer = toy.join_training(carol, net)
-        for step in range(ALONE_STEPS):  # so that the host has something to catch up with
-            toy.take(optimizer, net, step)
-
-        def take_the_other_rows(alive: Alive) -> None:
-            while len(optimizer.rounds.view.all) < 2 and alive():
-                carol.runtime.call(optimizer.rounds.refresh())
-            if alive():
-                toy.train_rows(optimizer, net, slice(3, 10), STEPS)
-
-        assert toy.run_ranks(RANK, "train", tmp_path, take_the_other_rows) == [0, 0]
-    assert (toy.ROWS["alice"].start, toy.ROWS["bob"].stop) == (0, 3)
-    for parameters in (
-        toy.parameters_of(net),
-        *(torch.load(tmp_path / f"parameters {rank}") for rank in range(RANKS)),
-    ):
-        torch.testing.assert_close(parameters, toy.joint_reference(STEPS), rtol=0, atol=1e-5)
-    assert (tmp_path / "0.checkpoint").exists() and not (tmp_path / "1.checkpoint").exists()
-
-
-@pytest.mark.ordeal
-def test_ranks_are_made_equal_a_rank_may_lack_samples_and_the_leads_errors_reach_all(tmp_path: Path) -> None:
-    assert toy.run_ranks(RANK, "equal", tmp_path) == [0, 0]
+def check_train(folder: Path) -> None:
+    """In a swarm, whose other peer takes the other rows."""
     for rank in range(RANKS):
-        torch.testing.assert_close(torch.load(tmp_path / f"second {rank}"), toy.joint_reference(2))
-        assert torch.equal(torch.load(tmp_path / f"parameters {rank}"), toy.parameters_of(toy.model()))
-    assert (tmp_path / "error 0").read_text().startswith("StepError: samples=0.0")
-    error = (tmp_path / "error 1").read_text()
+        parameters = torch.load(folder / f"parameters {rank}")
+        torch.testing.assert_close(parameters, toy.joint_reference(STEPS), rtol=0, atol=1e-5)
+    assert (folder / "0.checkpoint").exists() and not (folder / "1.checkpoint").exists()
+
+
+def check_equal(folder: Path) -> None:
+    """Ranks are made equal, a rank may lack samples, and the lead's errors reach all."""
+    for rank in range(RANKS):
+        torch.testing.assert_close(torch.load(folder / f"second {rank}"), toy.joint_reference(2))
+        assert torch.equal(torch.load(folder / f"parameters {rank}"), toy.parameters_of(toy.model()))
+    assert (folder / "error 0").read_text().startswith("StepError: samples=0.0")
+    error = (folder / "error 1").read_text()
     assert error.startswith("HostError: rank 0, which talks to the swarm, failed: ")
 
 
-def test_a_rank_whose_gradient_overflows_adds_nothing_halves_its_scale_and_all_continue(
-    tmp_path: Path,
-) -> None:
-    assert toy.run_ranks(RANK, "overflow", tmp_path) == [0, 0]
-    seen = [torch.load(tmp_path / f"seen {rank}") for rank in range(RANKS)]
+def check_overflow(folder: Path) -> None:
+    """A rank whose gradient overflows adds nothing, halves its scale, and all continue."""
+    seen = [torch.load(folder / f"seen {rank}") for rank in range(RANKS)]
     assert [one["scales"] for one in seen] == [[1024, 1024, 512, 512], [1024, 512, 256, 256]]
     net = toy.model()
     sgd = torch.optim.SGD(net.parameters(), lr=0.1)
@@ -76,12 +57,46 @@ def test_a_rank_whose_gradient_overflows_adds_nothing_halves_its_scale_and_all_c
     assert [one["step"] for one in seen] == [3, 3]
     assert seen[0]["loss"] == pytest.approx(loss.item())
     for rank in range(RANKS):
-        torch.testing.assert_close(torch.load(tmp_path / f"parameters {rank}"), toy.parameters_of(net))
+        torch.testing.assert_close(torch.load(folder / f"parameters {rank}"), toy.parameters_of(net))
 
 
-def test_ranks_on_devices_with_ragged_batches_equal_one_process_and_copy_nothing(tmp_path: Path) -> None:
-    assert toy.run_ranks(RANK, "ragged", tmp_path) == [0, 0]
-    lead, other = (torch.load(tmp_path / f"seen {rank}") for rank in range(RANKS))
+def check_accelerated(folder: Path) -> None:
+    """A rank has an optimizer of torch, which accelerate steps."""
+    lead, other = (torch.load(folder / f"seen {rank}") for rank in range(RANKS))
+    for seen in (lead, other):
+        assert seen["is an optimizer"] and seen["shown"] and seen["zeros"] and seen["none"]
+        assert seen["step"] == (4, 4) and seen["skipped"] == [False] * 4 and seen["lr"] == 0.01
+        assert seen["schedule"].startswith(
+            "ValueError: a scheduler here would count this peer's micro-batches"
+        )
+        assert seen["group"].startswith("TypeError: the peers have agreed on the parameters")
+        assert seen["copy"].startswith("TypeError: a HostOptimizer cannot be copied")
+    assert (lead["scales"], other["scales"]) == ([8.0] * 4, [8.0, 4.0, 4.0, 4.0])
+    assert torch.equal(*(torch.load(folder / f"parameters {rank}") for rank in range(RANKS)))
+    # Only rank 0's optimizer steps, and so has hooks that are called, and moments.
+    assert (lead["stepped"], other["stepped"]) == (4, 0) and (lead["moments"], other["moments"]) == (4, 0)
+
+
+def check_buffers(folder: Path) -> None:
+    """Ranks get the buffers of rank 0, and no batch counts without a gradient."""
+    lead, other = (torch.load(folder / f"seen {rank}") for rank in range(RANKS))
+    assert torch.equal(other["first"], torch.zeros(16)) and lead["step"] == other["step"] == 1
+    assert not torch.equal(lead["before"], other["before"])
+    assert all(torch.equal(*pair) for pair in zip(lead["after"], other["after"], strict=True))
+    torch.testing.assert_close(lead["after"][0], lead["before"])
+    for rank in range(RANKS):
+        assert "call loss.backward() before" in (folder / f"error {rank}").read_text()
+
+
+def check_delay(folder: Path) -> None:
+    """Ranks have equal parameters at every moment, though updates come late."""
+    seen = [torch.load(folder / f"seen {rank}") for rank in range(RANKS)]
+    assert torch.equal(*seen) and len(seen[0].unique(dim=0)) > 3
+
+
+def check_ragged(folder: Path) -> None:
+    """Devices with ragged batches equal one process, and copy nothing."""
+    lead, other = (torch.load(folder / f"seen {rank}") for rank in range(RANKS))
     assert lead["step"] == other["step"] == RAGGED_STEPS
     assert other["warnings"] == ["rank 1: a gradient of 4 samples is not finite (NaN or Inf)"]
     assert lead["warnings"] == [] and other["copied"] == (0, 0) < lead["copied"]
@@ -97,44 +112,46 @@ def test_ranks_on_devices_with_ragged_batches_equal_one_process_and_copy_nothing
         adam.step()
         adam.zero_grad()
     for rank in range(RANKS):
-        parameters = torch.load(tmp_path / f"parameters {rank}")
+        parameters = torch.load(folder / f"parameters {rank}")
         torch.testing.assert_close(parameters, toy.parameters_of(net), rtol=0, atol=1e-5)
 
 
-def test_a_rank_has_an_optimizer_of_torch_which_accelerate_steps(tmp_path: Path) -> None:
-    assert toy.run_ranks(RANK, "accelerated", tmp_path) == [0, 0]
-    lead, other = (torch.load(tmp_path / f"seen {rank}") for rank in range(RANKS))
-    for seen in (lead, other):
-        assert seen["is an optimizer"] and seen["shown"] and seen["zeros"] and seen["none"]
-        assert seen["step"] == (4, 4) and seen["skipped"] == [False] * 4 and seen["lr"] == 0.01
-        assert seen["schedule"].startswith(
-            "ValueError: a scheduler here would count this peer's micro-batches"
-        )
-        assert seen["group"].startswith("TypeError: the peers have agreed on the parameters")
-        assert seen["copy"].startswith("TypeError: a HostOptimizer cannot be copied")
-    assert (lead["scales"], other["scales"]) == ([8.0] * 4, [8.0, 4.0, 4.0, 4.0])
-    assert torch.equal(*(torch.load(tmp_path / f"parameters {rank}") for rank in range(RANKS)))
-    # Only rank 0's optimizer steps, and so has hooks that are called, and moments.
-    assert (lead["stepped"], other["stepped"]) == (4, 0) and (lead["moments"], other["moments"]) == (4, 0)
+CHECKS = {
+    "train": check_train,
+    "equal": check_equal,
+    "overflow": check_overflow,
+    "accelerated": check_accelerated,
+    "buffers": check_buffers,
+    "delay": check_delay,
+    # This one counts copies until its process ends.
+    "ragged": check_ragged,
+}
 
 
-@pytest.mark.ordeal
-def test_ranks_get_the_buffers_of_rank_0_and_no_batch_counts_without_a_gradient(tmp_path: Path) -> None:
-    assert toy.run_ranks(RANK, "buffers", tmp_path) == [0, 0]
-    lead, other = (torch.load(tmp_path / f"seen {rank}") for rank in range(RANKS))
-    assert torch.equal(other["first"], torch.zeros(16)) and lead["step"] == other["step"] == 1
-    assert not torch.equal(lead["before"], other["before"])
-    assert all(torch.equal(*pair) for pair in zip(lead["after"], other["after"], strict=True))
-    torch.testing.assert_close(lead["after"][0], lead["before"])
-    for rank in range(RANKS):
-        assert "call loss.backward() before" in (tmp_path / f"error {rank}").read_text()
+def test_a_host_of_two_ranks_equals_one_process_with_the_joined_batch_and_each_rank_is_whole(
+    tmp_path: Path,
+) -> None:
+    """Alone, and in a swarm: all scenarios in one run of two processes."""
+    for scenario in CHECKS:
+        (tmp_path / scenario).mkdir()
+    net = toy.model()
+    with cs.create("host", peer_name="carol", options=cs.NetworkOptions(lan=False)) as carol:
+        (tmp_path / "train" / "invite").write_text(carol.invite())
+        optimizer = toy.join_training(carol, net)
+        for step in range(ALONE_STEPS):  # so that the host has something to catch up with
+            toy.take(optimizer, net, step)
 
+        def take_the_other_rows(alive: Alive) -> None:
+            while len(optimizer.rounds.view.all) < 2 and alive():
+                carol.runtime.call(optimizer.rounds.refresh())
+            if alive():
+                toy.train_rows(optimizer, net, slice(3, 10), STEPS)
 
-@pytest.mark.ordeal
-def test_ranks_have_equal_parameters_at_every_moment_though_updates_come_late(tmp_path: Path) -> None:
-    assert toy.run_ranks(RANK, "delay", tmp_path) == [0, 0]
-    seen = [torch.load(tmp_path / f"seen {rank}") for rank in range(RANKS)]
-    assert torch.equal(*seen) and len(seen[0].unique(dim=0)) > 3
+        assert toy.run_ranks(RANK, ",".join(CHECKS), tmp_path, take_the_other_rows) == [0, 0]
+    assert (toy.ROWS["alice"].start, toy.ROWS["bob"].stop) == (0, 3)
+    torch.testing.assert_close(toy.parameters_of(net), toy.joint_reference(STEPS), rtol=0, atol=1e-5)
+    for scenario, check in CHECKS.items():
+        check(tmp_path / scenario)
 
 
 @pytest.mark.ordeal
@@ -256,11 +273,10 @@ def test_a_gradient_after_an_error_of_the_lead_counts_whole(refused: dict[str, f
 
 
 @pytest.mark.usefixtures("one_rank")
-@pytest.mark.parametrize("make", [SGD, AdamW, Lamb])
-def test_a_parameter_that_no_rank_uses_stays(make: Callable[..., torch.optim.Optimizer]) -> None:
+def test_a_parameter_that_no_rank_uses_stays() -> None:
     def train(swarm: Swarm) -> None:
         net = toy.model()
-        inner = make(net.parameters(), lr=0.1, weight_decay=0.5)
+        inner = AdamW(net.parameters(), lr=0.1, weight_decay=0.5)
         optimizer = host_optimizer(swarm, inner, target_batch_size=toy.BATCH)
         before = net[2].weight.detach().clone()
         toy.loss_of(net, 0).backward()

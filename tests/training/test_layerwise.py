@@ -49,22 +49,6 @@ def run(kind: type[torch.optim.Optimizer], weight: Any, gradients: list[Any], **
     return parameter.detach()
 
 
-@pytest.mark.parametrize(
-    ("kind", "gradient", "options", "moved"),
-    [
-        # w = (3, 4), |w| = 5. After bias correction m^ = g and v^ = g^2, so r = g / |g| = (1, -1), |r| = sqrt(2).
-        # trust = 5 / sqrt(2) = 3.5355339; w - 0.1 * 3.5355339 * (1, -1).
-        (Lamb, [0.5, -0.25], {"lr": 0.1, "eps": 0.0}, [2.64644661, 4.35355339]),
-        # |g| = 10, r = 0.2 * 5 / (10 + 0.5 * 5) = 0.08; g + 0.5 w = (7.5, 10); w - 2 * 0.08 * (7.5, 10).
-        (Lars, [6.0, 8.0], {"lr": 2.0, "weight_decay": 0.5, "trust": 0.2}, [1.8, 2.4]),
-    ],
-)
-def test_the_first_step_equals_the_one_worked_out_by_hand(
-    kind: Any, gradient: list[float], options: dict[str, Any], moved: list[float]
-) -> None:
-    assert run(kind, [3.0, 4.0], [gradient], **options).tolist() == pytest.approx(moved, abs=1e-6)
-
-
 def check_many_steps(kind: Any, reference: Callable[..., NDArray[Any]], **options: Any) -> None:
     rng = np.random.default_rng(0)
     weight, gradients = rng.normal(size=(4, 3)), list(rng.normal(size=(20, 4, 3)))

@@ -79,15 +79,14 @@ def trained(groups: dict[str, Groups], *, wraps: bool = False, **options: object
 
 
 @pytest.mark.parametrize(
-    ("alice", "bob", "wraps"),
+    ("alice", "bob", "wraps", "options"),
     [
-        (in_order, reversed_order, False),
-        (decay_groups, decay_groups_of_sets, False),
-        (in_order, in_order, True),
+        (in_order, reversed_order, False, {"overlap": True}),
+        (decay_groups, decay_groups_of_sets, False, {}),
+        (in_order, in_order, True, {"local_steps": 2}),
     ],
     ids=["one group", "decay groups", "a wrapper"],
 )
-@pytest.mark.parametrize("options", [{}, {"overlap": True}, {"local_steps": 2}], ids=str)
 def test_peers_with_another_order_of_parameters_or_a_wrapper_train_one_model(
     alice: Groups, bob: Groups, wraps: bool, options: dict[str, object]
 ) -> None:

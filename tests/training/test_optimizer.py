@@ -33,9 +33,8 @@ def simulation(peers: int = 4, network: str = "lan") -> Simulation:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("network", ["lan", "home"])
-def test_unequal_batches_of_four_peers_equal_one_process_with_the_joined_batch(network: str) -> None:
-    with simulation(4, network) as sim:
+def test_unequal_batches_of_four_peers_equal_one_process_with_the_joined_batch() -> None:
+    with simulation(4, "home") as sim:
         results = sim.run(lambda swarm: toy.train_own_rows(swarm, 20))
     assert len(results) == 4 and len(toy.lineages(results)) == 1
     for parameters, _ in results.values():
@@ -126,7 +125,7 @@ def test_peers_that_begin_with_different_parameters_agree_on_one() -> None:
         assert len(set(sim.run(train).values())) == 1
 
 
-@pytest.mark.parametrize(("skew_s", "begin_s"), [(0.0, 0.0), (3600.0, 0.0), (-3600.0, 20.0)])
+@pytest.mark.parametrize(("skew_s", "begin_s"), [(3600.0, 0.0), (-3600.0, 20.0)])
 def test_a_clock_that_is_set_an_hour_off_costs_no_steps_and_is_no_fault(
     skew_s: float, begin_s: float
 ) -> None:
@@ -146,9 +145,8 @@ def test_a_clock_that_is_set_an_hour_off_costs_no_steps_and_is_no_fault(
             assert len(swarm.events.recent(StepFinished)) >= 25  # of 34 that the samples are enough for
 
 
-@pytest.mark.parametrize("seed", [1, 3])
-def test_many_peers_that_only_dial_out_stay_with_the_one_that_listens(seed: int) -> None:
-    with cs.simulate(1, network="home", seed=seed) as sim:
+def test_many_peers_that_only_dial_out_stay_with_the_one_that_listens() -> None:
+    with cs.simulate(1, network="home", seed=1) as sim:
         for name in ("bob", "carol", "dave", "erin"):
             sim.join(name, listen=False)
         results = sim.run(lambda swarm: toy.train_freely(swarm, 8))
@@ -289,8 +287,9 @@ def test_a_leaving_trainer_hands_over_its_samples(delayed: bool) -> None:
     assert isinstance(first, RoundFinished) and len(first.contributors) == 3
 
 
-@pytest.mark.parametrize("batches", [(16, 16, 16, 16), (4, 8, 16, 32), (8, 64)])
-@pytest.mark.parametrize("network", ["lan", "home"])
+@pytest.mark.parametrize(
+    ("batches", "network"), [((16, 16, 16, 16), "lan"), ((4, 8, 16, 32), "home"), ((8, 64), "lan")]
+)
 def test_a_step_has_the_samples_that_it_should(batches: tuple[int, ...], network: str) -> None:
     target = 256
 

@@ -58,7 +58,7 @@ def test_each_contributor_has_its_own_and_missed_rounds_begin_anew() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("latency_s", [0.001, 0.05, 0.15])
+@pytest.mark.parametrize("latency_s", [0.001, 0.15])
 def test_what_a_run_shows_is_what_it_counts_however_long_its_rounds_take(latency_s: float) -> None:
     """Two peers compute 1,000 samples/s each, and wait for rounds the rest of the time."""
     took: dict[str, tuple[float, float]] = {}

@@ -14,7 +14,7 @@ from colab_swarm.training.rounds import Ready
 from colab_swarm.training.settings import StepOffer
 from tests.training.toy import join_training, model, take, train_to, wait_for_peers
 
-COMMON_STEPS, IDLE_UNTIL_S, LAST = 3, 300.0, 90
+COMMON_STEPS, IDLE_UNTIL_S, LAST = 3, 200.0, 60
 
 
 def train_beside_idle_peers(swarm: Swarm, active: str, pauses: bool) -> tuple[int, bytes, bool]:
@@ -53,25 +53,7 @@ def test_a_trainer_advances_beside_idle_peers_which_catch_up_later(active: str, 
         }
     assert len({lineage for _, lineage, _ in ended.values()}) == 1 and ended[active][2]
     assert pauses or all(taken == [*range(1, LAST + 1)] for taken in steps.values())
-    assert ended[active][0] > 30  # at 4 s a step alone, after two minutes in which the others were waited for
-
-
-def follow_and_go_on_alone(swarm: Swarm) -> int:
-    """Bob trains for 20 s and leaves. Alice follows meanwhile, and trains afterwards."""
-    optimizer = join_training(swarm, net := model(), target_batch_size=8, overlap=True)
-    begin_s, end_s = (30.0, 60.0) if swarm.name == "alice" else (3.0, 20.0)
-    swarm.runtime.call(asyncio.sleep(begin_s))
-    while swarm.runtime.time() < end_s:
-        take(optimizer, net, optimizer.global_step, slice(0, 2))
-    if swarm.name == "bob":
-        swarm.leave()
-    return optimizer.global_step
-
-
-def test_a_peer_goes_on_from_the_steps_of_one_that_has_left() -> None:
-    with cs.simulate(2, network="lan", seed=0, samples_per_s=4.0) as sim:
-        reached = sim.run(follow_and_go_on_alone, seconds=100)
-    assert reached["alice"] > reached["bob"] + 10
+    assert ended[active][0] > 12  # at 4 s a step alone, after two minutes in which the others were waited for
 
 
 def test_a_peer_whose_organizer_is_a_step_further_takes_the_state() -> None:

@@ -78,8 +78,14 @@ CHANGES = {
 }
 
 
-@pytest.mark.parametrize("what", CHANGES)
-@pytest.mark.parametrize("options", [{}, {"overlap": True}, {"local_steps": 2}], ids=str)
+@pytest.mark.parametrize(
+    ("what", "options"),
+    [
+        *((what, {}) for what in CHANGES),
+        ("a size", {"overlap": True}),
+        ("a layer", {"local_steps": 2}),
+    ],
+)
 def test_a_change_of_what_is_trained_is_an_error_that_names_it(what: str, options: dict[str, object]) -> None:
     make, change, text = CHANGES[what]
 

@@ -18,11 +18,10 @@ def weightless_notices(swarm: Swarm) -> list[str]:
     return [text for text in texts if "the weight 0" in text]
 
 
-@pytest.mark.parametrize("peers", [1, 2, 3])
 @pytest.mark.parametrize(
-    ("mailbox", "settings"),
-    [(False, {}), (False, {"overlap": True}), (True, {"local_steps": 2})],
-    ids=["links", "overlap", "a bucket"],
+    ("peers", "mailbox", "settings"),
+    [(1, False, {}), (3, False, {}), (2, False, {"overlap": True}), (2, True, {"local_steps": 2})],
+    ids=["alone", "links", "overlap", "a bucket"],
 )
 def test_rounds_without_any_weight_are_told_of_once_and_the_next_weight_counts(
     peers: int, mailbox: bool, settings: dict[str, Any]

@@ -283,9 +283,13 @@ ODD: dict[str, Callable[[], Any]] = {
 
 
 @pytest.mark.parametrize(
-    "settings", [{}, {"overlap": True}, {"local_steps": 2, "max_grad_norm": 0.1}], ids=str
+    ("make", "settings"),
+    [
+        *((make, {}) for make in ODD.values()),
+        (ODD["a task each"], {"overlap": True}),
+        (ODD["complex parameters"], {"local_steps": 2, "max_grad_norm": 0.1}),
+    ],
 )
-@pytest.mark.parametrize("make", ODD.values(), ids=ODD)
 def test_odd_models_train_as_in_one_process_or_with_one_that_comes_late(
     make: Callable[[], Any], settings: dict[str, Any]
 ) -> None:

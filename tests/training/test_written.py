@@ -37,8 +37,9 @@ def distance(weights: torch.Tensor, net: nn.Module) -> float:
     return float((weights - toy.parameters_of(net)).abs().max())
 
 
-@pytest.mark.parametrize("options", MODES, ids=str)
-@pytest.mark.parametrize("after", [0, 4], ids=["at the beginning", "after some steps"])
+@pytest.mark.parametrize(
+    ("options", "after"), [*((mode, 4) for mode in MODES), ({}, 0), ({"local_steps": 2}, 0)], ids=str
+)
 def test_weights_that_all_peers_load_are_trained_on(options: dict[str, Any], after: int) -> None:
     def train(swarm: Swarm) -> torch.Tensor:
         net = toy.model()
@@ -75,8 +76,10 @@ def swap_and_swap_back(net: nn.Module) -> None:
     net.load_state_dict(kept)
 
 
-@pytest.mark.parametrize("options", MODES, ids=str)
-@pytest.mark.parametrize("change", [perturb_and_restore, swap_and_swap_back])
+@pytest.mark.parametrize(
+    ("options", "change"),
+    [*((mode, perturb_and_restore) for mode in MODES), ({}, swap_and_swap_back)],
+)
 def test_what_is_put_back_changes_nothing_and_is_not_told(
     options: dict[str, Any], change: Callable[[nn.Module], None]
 ) -> None:
@@ -119,7 +122,7 @@ def test_weight_clipping_works_or_is_told(options: dict[str, Any]) -> None:
     assert len(lasts) == options.get("overlap", False)
 
 
-@pytest.mark.parametrize("options", MODES, ids=str)
+@pytest.mark.parametrize("options", [{}, {"local_steps": 2, "overlap": True}], ids=str)
 def test_a_step_of_the_wrapped_optimizer_raises_until_the_peer_has_left(options: dict[str, Any]) -> None:
     with cs.simulate(1, seed=2) as simulation:
         (swarm,) = simulation.swarms.values()

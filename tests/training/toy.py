@@ -156,7 +156,7 @@ def run_ranks(
     ]
     try:
         meanwhile(lambda: all(rank.poll() is None for rank in ranks))
-        return [rank.wait(timeout=120) for rank in ranks]
+        return [rank.wait(timeout=240) for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()
