@@ -98,23 +98,6 @@ async def test_all_others_receive_buckets_in_order_up_to_the_goodbye(quiet: str)
     await group.close()
 
 
-async def test_a_crash_is_reported_once_and_within_two_seconds() -> None:
-    group, seen = Group.of("alice", "bob", "carol"), [Seen() for _ in range(3)]
-    await group.begin(list(seen))
-    clock = asyncio.get_running_loop().time
-    victim = group.peers[2].name
-    group.exchanges[2].send(Piece(0, 0), b"half of it")
-    group.network.at(clock() + 1.0).crash(victim)
-    for one in seen[:2]:
-        await one.wait(lambda: 2 in one.lost)  # noqa: B023
-        assert one.pieces == [(2, Piece(0, 0), b"half of it")]
-    assert [fault.name for fault in group.network.fired] == ["crash"]
-    assert clock() < group.network.fired[0].at + 2.0
-    group.exchanges[0].send(Piece(0, 1), b"more")
-    await seen[1].wait(lambda: len(seen[1].pieces) == 2)
-    await asyncio.gather(*(exchange.close() for exchange in group.exchanges[:2]))
-
-
 async def test_a_member_that_does_not_come_is_named() -> None:
     group = Group.of("alice", "bob", silent="bob")
     with pytest.raises(StateError, match="restart all peers"):

@@ -62,22 +62,6 @@ def test_threads_take_turns_and_virtual_time_passes_only_while_all_wait() -> Non
     runtime.close()
 
 
-def test_an_error_in_a_call_reaches_the_peer_and_its_own_reaches_the_caller() -> None:
-    runtime = SimRuntime()
-
-    async def fails() -> None:
-        raise ConnectionError("lost")
-
-    def work() -> None:
-        with pytest.raises(ConnectionError, match="lost"):
-            runtime.call(fails())
-        raise KeyError("mine")
-
-    with pytest.raises(KeyError, match="mine"):
-        runtime.call(runtime.run_thread(work, "alice"))
-    runtime.close()
-
-
 def test_a_cancelled_peer_unwinds_and_runs_its_clean_up() -> None:
     runtime, unwound = SimRuntime(), []
 

@@ -178,7 +178,6 @@ class Quiet(torch.optim.AdamW):
     [
         (lambda net: torch.optim.AdamW(net.parameters(), weight_decay=0.5), "weight_decay=0.5"),
         (lambda net: torch.optim.AdamW(net.parameters(), betas=(0.9, 0.9)), "betas=(0.9, 0.9)"),
-        (lambda net: torch.optim.AdamW(net.parameters(), eps=1e-6), "eps=1e-06"),
         (lambda net: torch.optim.AdamW(net.parameters(), amsgrad=True), "amsgrad=True"),
         (
             lambda net: torch.optim.AdamW(

@@ -177,6 +177,13 @@ def test_small_tensors_are_at_the_front_of_a_flat_vector() -> None:
     assert (sgd(both).fine, sgd(both).numel) == (2, SMALL_VALUES + 2)
 
 
+def test_another_model_has_another_schema() -> None:
+    first, second = both = parameters()
+    assert sgd(both).schema == sgd(parameters()).schema
+    assert sgd(both).schema != sgd([second, first]).schema
+    assert Replica(UpdateRule(torch.optim.SGD(both), local=True)).schema != sgd(both).schema
+
+
 def test_options_of_an_own_optimizer_may_be_infinite_and_those_of_others_not() -> None:
     own = {"lr": 0.1, "growth_rate": float("inf"), "params": [0], "scale": torch.ones(2)}
     check_options(own, dict(own))
@@ -215,6 +222,15 @@ def test_a_delayed_round_keeps_the_local_steps_unless_a_state_was_loaded_meanwhi
     torch.testing.assert_close(parameters_of(net), swarms if caught_up else swarms - 0.1)
     replica.land()  # once
     torch.testing.assert_close(parameters_of(net), swarms if caught_up else swarms - 0.1)
+
+
+def test_a_gradient_that_is_not_finite_adds_nothing() -> None:
+    first, second = both = parameters()
+    gathered = Gradients(sgd(both), lambda values: False)
+    first.grad, second.grad = torch.ones(2, 3), torch.full((4,), float("nan"), dtype=torch.bfloat16)
+    gathered.add(3.0, 1.0, None)
+    assert gathered.dropped == 3.0 and second.grad is None
+    assert not gathered.samples and not gathered.contribution().vector.values.any()
 
 
 SGD, Adam, AdamW = torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW
