@@ -26,6 +26,18 @@ def alice(scheduler: Scheduler, peers: int = 2) -> GradientLedger:
     return ledger
 
 
+def test_a_step_applies_the_mean_of_all_gradients() -> None:
+    ledger = alice(Synchronous())
+    assert ledger.standing(1.0).overdue == 1
+    assert ledger.on_received(BOB, 0, 0, of(3, 4)) and ledger.on_received(BOB, 0, 1, of(5))
+    standing = ledger.standing(3.5)
+    assert (standing.overdue, standing.owed, standing.waited_s) == (0, 0, 2.5)
+    assert standing.numels == (3,) and standing.norms == (pytest.approx(50**0.5),)
+    closed = ledger.close_step()
+    assert [list(bucket) for bucket in closed.updates[0]] == [[2, 3], [4]]
+    assert not closed.missing and ledger.step == 1
+
+
 def test_single_steps_apply_each_gradient_in_full_in_the_order_of_peers() -> None:
     ledger = alice(BoundedStaleness(1, single_steps=True), peers=3)
     ledger.on_received(CAROL, 0, 0, of(7, 8))
