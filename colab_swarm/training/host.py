@@ -203,8 +203,8 @@ class HostOptimizer(WrappedOptimizer):
         A rank whose gradient is not finite adds nothing, and warns at its next call. If no rank has a finite gradient,
         nothing counts.
 
-        Raises `HostError` if another rank failed, or did not respond in time, `ValueError` if a number is
-        missing or, on rank 0, if no rank has samples, and `RuntimeError` if a batch has no gradient.
+        Raises `HostError` if another rank failed or did not respond in time, `StepError` if a number is missing or a
+        batch has no gradient, and on rank 0 `ValueError` if no rank has samples.
         """
         if closure is not None:
             loss = loss_of(closure)
