@@ -224,10 +224,17 @@ def train_tokenizer(
         vocab_size=vocabulary, special_tokens=specials, unk_token="<unk>", show_progress=False
     )
     tokenizer.train_from_iterator(pieces, trainer)
-    trained = json.loads(tokenizer.to_str())["model"]["vocab"]
-    # The trainer sums in the order of a randomly seeded hash map. So scores differ in the 11th digit between runs, and
-    # token ids would differ, too. Rounded scores and alphabetical ids are the same everywhere.
-    scores = {token: round(score, 3) for token, score in trained if token not in SPECIALS.values()}
+    trained = dict(json.loads(tokenizer.to_str())["model"]["vocab"])
+    scores = {token: score for token, score in trained.items() if token not in SPECIALS.values()}
+    # The trainer goes through randomly seeded hash maps. Letters that its model lacks get the lowest score, and 0.0001
+    # more from letter to letter; the sums of the others differ in the 11th digit. So the former get one score, all
+    # scores are rounded, and ids are alphabetical.
+    lowest = min(scores.values())
+    letters = [token for token in scores if len(token) == 1]
+    for letter in letters:
+        if scores[letter] < lowest + 0.0001 * len(letters):
+            scores[letter] = lowest
+    scores = {token: round(score, 3) for token, score in scores.items()}
     vocabulary_list = [(token, 0.0) for token in specials] + sorted(scores.items())
     return _wrapped(_with_pipeline(Tokenizer(models.Unigram(vocabulary_list, unk_id=1)), language))
 

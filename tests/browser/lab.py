@@ -33,7 +33,7 @@ WANTED = {
     "notebook-extension/tracker": {"windowingMode": "none"},
 }
 """No pop-up asks for news; cells are in the page also while they are out of sight."""
-TALL = {"width": 1100, "height": 3200}
+TALL = {"width": 1100, "height": 1600}
 CELL = ".jp-Notebook .jp-CodeCell"
 PROMPT = f"i => document.querySelectorAll('{CELL}')[i].querySelector('.jp-InputPrompt').innerText.trim()"
 STARTED = f"i => !/^\\[ ?\\]/.test(({PROMPT})(i))"

@@ -129,17 +129,19 @@ def test_friends_go_on_through_a_killed_kernel_a_reloaded_page_and_a_click_on_st
     assert "coming back as bob" in bob.output(1)
     bob.start(2)
     bob.wait_output(re.compile("from 2 peers, at"))
-    # a page that is loaded again: the kernel is busy, and answers the page when the cell ends
+    # a page that is loaded again while its kernel is busy has the line; the panel, when the cell has ended
     alice.save()
     alice.page.reload()
     alice.wait_output(LINE)
     alice.page.screenshot(path=artifacts / "reloaded-in-training.png")
     alice.interrupt()
     alice.wait_idle()
+    alice.reload()
+    alice.wait_output("my-swarm: training, step")
     bob.click("Stop")
     bob.finish(2, says="KeyboardInterrupt")
     bob.run(3)
-    alice.wait_output("bob is gone: the peer left")  # the panel is live again
+    alice.wait_output("bob is gone: the peer left")
     alice.page.screenshot(path=artifacts / "left.png")
     assert window.complaints_but("widget model not found") == []
 
