@@ -229,7 +229,7 @@ def train_tokenizer(
     # The trainer goes through randomly seeded hash maps. Letters that its model lacks get the lowest score, and 0.0001
     # more from letter to letter; the sums of the others differ in the 11th digit. So the former get one score, all
     # scores are rounded, and ids are alphabetical.
-    lowest = min(scores.values())
+    lowest = min(scores.values(), default=0.0)
     letters = [token for token in scores if len(token) == 1]
     for letter in letters:
         if scores[letter] < lowest + 0.0001 * len(letters):

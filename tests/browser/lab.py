@@ -175,7 +175,3 @@ class LabNotebook(Notebook):
     def reload(self) -> None:
         self.page.reload()
         self.wait_idle()
-
-    def restart(self) -> None:
-        self.page.click('jp-button[data-command="notebook:restart-kernel"]')
-        self.page.click(".jp-Dialog .jp-mod-accept")

@@ -84,6 +84,7 @@ def test_the_form_becomes_an_invitation_and_a_live_panel(
 
 LINE = re.compile(r"step [1-9]\d* of 100000: [\s\S]*colab-swarm status my-swarm --watch")
 CONNECT = "swarm = cs.connect()"
+ME = r"you are bob \((\w+)\)"
 
 
 def endless(training: str) -> str:
@@ -99,7 +100,7 @@ def endless(training: str) -> str:
     return training
 
 
-def test_friends_go_on_through_a_killed_kernel_a_reloaded_page_and_a_click_on_stop(
+def test_friends_go_on_through_a_kill_a_reload_and_a_stop(
     lab: Lab, window: Window, artifacts: Path, tmp_path: Path
 ) -> None:
     own = code_cells(NOTEBOOKS / "swarm.ipynb")
@@ -122,11 +123,12 @@ def test_friends_go_on_through_a_killed_kernel_a_reloaded_page_and_a_click_on_st
     # a kernel that the system kills
     bob.save()
     (kernel,) = re.findall(r"^\d+$", bob.output(1), re.MULTILINE)
+    peer = re.findall(ME, bob.output(1))
     os.kill(int(kernel), signal.SIGKILL)
     alice.wait_output(re.compile(r"bob is gone: \S"))
     bob.reload()
     bob.run(1)
-    assert "coming back as bob" in bob.output(1)
+    assert peer and re.findall(ME, bob.output(1)) == peer and "coming back" in bob.output(1)
     bob.start(2)
     bob.wait_output(re.compile("from 2 peers, at"))
     # a page that is loaded again while its kernel is busy has the line; the panel, when the cell has ended

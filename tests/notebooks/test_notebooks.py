@@ -98,7 +98,7 @@ def press(kernel: Kernel, *, name: str, invitation: str = "", agreed: bool = Fal
 
 @pytest.mark.slow
 @needs_posix
-def test_on_colab_the_terms_come_first_and_a_tunnel_opens_after_the_second_yes(folder: Path) -> None:
+def test_on_colab_the_terms_come_first_and_a_tunnel_second(folder: Path) -> None:
     environment = {"HOME": str(folder), "PYNGROK_NGROK_PATH": agents.install("ngrok", folder)}
     first, second = (opened("swarm", folder, **environment) for _ in range(2))
     with first as alice, second as bob:

@@ -128,9 +128,7 @@ CHECKS = {
 }
 
 
-def test_a_host_of_two_ranks_equals_one_process_with_the_joined_batch_and_each_rank_is_whole(
-    tmp_path: Path,
-) -> None:
+def test_two_ranks_of_a_host_equal_one_process_in_each_scenario(tmp_path: Path) -> None:
     """Alone, and in a swarm: all scenarios in one run of two processes."""
     for scenario in CHECKS:
         (tmp_path / scenario).mkdir()
