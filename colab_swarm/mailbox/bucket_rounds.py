@@ -116,7 +116,9 @@ class BucketRounds(Rounds):
         later: tuple[RoundChain, Snapshot | None] | None = self._follower.later
         while True:
             if later is None:
-                later = await journal.patiently(journal.first_or_newest_state, self.model.snapshot)
+                later = await journal.patiently(
+                    journal.first_or_newest_state, self.model.snapshot, self._is_distrusted
+                )
             chain, snapshot = later
             later = None
             rounds = [closed async for closed in journal.follow(chain, self._follower.seen)]
@@ -134,6 +136,9 @@ class BucketRounds(Rounds):
         seconds = loop_now() - began_at
         self.services.events.emit(StateReceived(loop_now(), state.step, donors, state.size_bytes, seconds))
         return snapshot, _means_of(rounds, journal)
+
+    def _is_distrusted(self, member: PeerId) -> bool:
+        return self.view.distrusts(member, loop_now())
 
     async def refresh(self) -> None:
         """Do nothing, because the members' figures come with their contributions."""

@@ -261,14 +261,22 @@ class Journal:
         path = f"{chain.folder}/{self._peers.id.hex()}{LEFT}"
         await self.bucket.create(path, self.signed(Farewell, base=chain.base))
 
-    async def first_or_newest_state(self, own: Callable[[], Snapshot]) -> tuple[RoundChain, Snapshot | None]:
+    async def first_or_newest_state(
+        self, own: Callable[[], Snapshot], is_distrusted: Callable[[PeerId], bool]
+    ) -> tuple[RoundChain, Snapshot | None]:
         """Return the chain at the newest readable state, and this state.
 
-        If the bucket has no state, write this peer's ``own`` state as the first state, and return None as the state.
-        Raises `StateError` if there are states, but none can be read.
+        If a distrusted member wrote the newest state, prefer the state before it. If the bucket has no state, write
+        this peer's ``own`` state as the first state, and return None as the state. Raises `StateError` if there are
+        states, but none can be read.
         """
         while True:
-            newest = await self.newest_state(await self.states())
+            places = await self.states()
+            distrusted = [await self._is_by(place, is_distrusted) for place in places[:2]]
+            if distrusted == [True, False]:
+                # The members keep all rounds since the last but one state.
+                places[:2] = [places[1], places[0]]
+            newest = await self.newest_state(places)
             if newest is not None:
                 return newest
             first = await asyncio.to_thread(own)
@@ -297,6 +305,11 @@ class Journal:
                 self.tell(place, fault)
         require(left is not None or not places, f"no state in the bucket can be read: {fault}", StateError)
         return None
+
+    async def _is_by(self, place: StoredObject, is_distrusted: Callable[[PeerId], bool]) -> bool:
+        """Return True if a distrusted member wrote a state."""
+        head = await self.statements.head(place, StateHead)
+        return head is not None and is_distrusted(head.member)
 
     async def _leads_elsewhere(self, place: StoredObject, left: Mapping[int, str]) -> bool:
         head = await self.statements.head(place, StateHead)

@@ -202,7 +202,8 @@ class Comparison:
             if verdict is Verdict.AGAIN:
                 self._refusal = f"this peer's state {text} For the second time, so it trains no more here"
         if verdict is not Verdict.DRIFTS:
-            # The donors may give a false state again, so other donors are asked first.
-            self._view.distrust(donors, now=now)
+            # The donors may give a false state again, so other donors are asked first. In a bucket, this peer may have
+            # written the newest state itself.
+            self._view.distrust([*donors, self._view.me], now=now)
         self._view.update(syncing=True)
         self.deviant = True

@@ -36,7 +36,7 @@ WANTED = {
 TALL = {"width": 1100, "height": 1600}
 CELL = ".jp-Notebook .jp-CodeCell"
 PROMPT = f"i => document.querySelectorAll('{CELL}')[i].querySelector('.jp-InputPrompt').innerText.trim()"
-STARTED = f"i => !/^\\[ ?\\]/.test(({PROMPT})(i))"
+STARTED = f"([i, before]) => ({PROMPT})(i) != before"
 FINISHED = f"i => /^\\[\\d+\\]/.test(({PROMPT})(i))"
 
 
@@ -148,11 +148,14 @@ class LabNotebook(Notebook):
         """Run a cell and do not wait for its end; keys are often lost while a notebook opens, so try again."""
         from playwright.sync_api import TimeoutError as NotYet
 
+        # a saved cell still has the number of its last run, once the page has drawn it
+        self.page.wait_for_selector(f"{CELL} >> nth={cell}")
+        before = self.page.evaluate(PROMPT, cell)
         for _ in range(6):
             self.page.click(f"{CELL} >> nth={cell} >> .cm-content")
             self.page.keyboard.press("Shift+Enter")
             try:
-                self.page.wait_for_function(STARTED, arg=cell, timeout=2_500)
+                self.page.wait_for_function(STARTED, arg=[cell, before], timeout=2_500)
                 return
             except NotYet:
                 pass

@@ -210,7 +210,7 @@ def test_a_peer_that_was_changed_from_outside_has_the_swarms_state_again(
             toy.take(optimizer, net, optimizer.global_step, toy.ROWS[swarm.name])
         return torch.cat([one.detach().flatten().clone() for one in optimizer._replica.parameters])
 
-    with cs.simulate(count, network="lan", seed=3, samples_per_s=2.0, mailbox=mailbox) as sim:
+    with cs.simulate(count, network="lan", seed=3, samples_per_s=10.0, mailbox=mailbox) as sim:
         parameters = sim.run(train)
         faults = {name: swarm.events.recent(Fault) for name, swarm in sim.swarms.items()}
     assert all(torch.equal(values, parameters["alice"]) for values in parameters.values())
