@@ -9,9 +9,12 @@ import pytest
 import colab_swarm as cs
 from colab_swarm.backbone.backbone import Backbone
 from colab_swarm.backbone.config import CollaborationFile, Dashboard, RunFile
-from colab_swarm.backbone.keeper import read_losses
+from colab_swarm.backbone.keeper import RETRY_S, Vault, read_losses
+from colab_swarm.errors import StateError
+from colab_swarm.events import Fault
 from colab_swarm.swarm.simulation import Simulation
 from colab_swarm.swarm.swarm import Swarm
+from colab_swarm.tensors.chunks import Snapshot
 from colab_swarm.training.state import CheckpointFolder
 from tests.training.toy import join_training, loss_of, model, parameters_of
 
@@ -77,6 +80,26 @@ def test_checkpoints_are_saved_while_others_train_and_a_trainer_continues_from_t
 
     with cs.simulate(1, seed=2) as sim:
         assert sim.run(resume)["alice"] == (steps[-1], steps[-1] + 2)
+
+
+def test_a_save_that_fails_is_told_and_tried_again_after_a_pause(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def save(vault: Vault, snapshot: Snapshot) -> Path:
+        if next(full, False):
+            raise StateError("the disk is full")
+        return write(vault, snapshot)
+
+    full = iter([True, True])
+    write = Vault.save
+    monkeypatch.setattr(Vault, "save", save)
+    scene = Scene(tmp_path)
+    with cs.simulate(1, seed=1) as sim:
+        sim.join("bob")
+        scene.run(sim, 120, bob=60)
+        first, second = (event.at for event in sim.swarms["alice"].events.recent(Fault))
+    assert RETRY_S <= second - first < 2 * RETRY_S
+    assert scene.backbone.keepers[PREFIX].vault.checkpoints
 
 
 @pytest.mark.parametrize("listen", [True, False])

@@ -30,6 +30,8 @@ from colab_swarm.net.handshake import VERSION
 from colab_swarm.net.peers import PeerId, Role, short
 from colab_swarm.swarm.simulation import Simulation
 from colab_swarm.swarm.swarm import Swarm
+from colab_swarm.tensors.codecs import Codec
+from colab_swarm.tensors.vector import Vector
 from tests.mailbox.run import (
     BATCH,
     ROUNDS,
@@ -84,6 +86,35 @@ def test_a_contribution_whose_answer_was_lost_counts_once_and_leaves_only_what_w
         agree(results, "alice", rounds=4)
         assert lost and not kept, "it did not take its own object for another one's"
         assert [len(made.entries) for made in manifests(sim)] == [1] * 4
+
+
+def test_an_earlier_sessions_contribution_counts_and_the_new_one_is_kept(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    kept: list[int] = []
+    written: list[str] = []
+    keep_loss = follower._keep_loss
+
+    def keep(vector: Vector, codec: Codec, content: bytes) -> None:
+        kept.append(len(content))
+        keep_loss(vector, codec, content)
+
+    async def hold(create: Create, path: str, data: bytes) -> bool:
+        if is_contribution_to(2, path):
+            if path.endswith(bob.hex()):
+                written.append(path)
+            while path.endswith(alice.hex()) and len(written) < 2:
+                await asyncio.sleep(1.0)
+        return await create(path, data)
+
+    monkeypatch.setattr(follower, "_keep_loss", keep)
+    with cs.simulate(2, mailbox=True) as sim:
+        alice, bob = (sim.swarms[name].id for name in ("alice", "bob"))
+        on_create(sim, hold)
+        sim.network.at(32.0).crash("bob")
+        sim.join("bob", at=33.0)
+        agree(sim.run(lambda swarm: train(swarm, compression="sparseloco"), seconds=900), *sim.swarms)
+        assert len(written) == 2 and kept == [0]
 
 
 def test_a_contribution_that_is_empty_after_a_power_cut_is_written_again() -> None:

@@ -208,9 +208,9 @@ async def test_nobody_is_led_to_the_relay_back_to_itself_or_to_a_peer_that_is_fu
                 await alice.call(carol.id, module.OpenCircuit(called), module.CircuitTicket, timeout_s=5)
         assert not relay.state.circuits
         monkeypatch.setattr(bob.table, "full", lambda limit: True)
-        with pytest.raises(PeerError):
+        with pytest.raises(PeerError, match="refused the link"):
             await alice.call(bob.id, Echo(), Echo, timeout_s=5)
-        assert bob.linked() == {carol.id}
+        assert bob.linked() == {carol.id} and not relay.state.circuits
 
 
 @pytest.mark.slow

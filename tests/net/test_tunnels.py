@@ -110,6 +110,7 @@ async def test_an_agent_that_hangs_or_leads_nowhere_is_replaced(
         async with tunnel(ngrok(folder), bob.port, **more):
             os.kill(agent_of(folder), signal.SIGSTOP)
             assert await changes.get() is None and await changes.get() is not None
+            assert agent_of(folder), "only one runs"
         async with tunnel(ngrok(folder), **more):  # no peer listens at that port
             assert await changes.get() is None
     faults = iter(["off", "off", None, "off", "off", "off"])
