@@ -168,6 +168,11 @@ class LabNotebook(Notebook):
     def interrupt(self) -> None:
         self.page.click('jp-button[data-command="notebook:interrupt-kernel"]')
 
+    def accept_restart(self) -> None:
+        """Wait until the server has noticed that the kernel died, and has started it again."""
+        self.page.click('.jp-Dialog:has-text("appears to have died") button.jp-mod-accept')
+        self.wait_idle()
+
     def save(self) -> None:
         # a cell that runs makes the notebook dirty again at once
         with self.page.expect_response(

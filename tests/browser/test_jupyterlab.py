@@ -126,7 +126,7 @@ def test_friends_go_on_through_a_kill_a_reload_and_a_stop(
     peer = re.findall(ME, bob.output(1))
     os.kill(int(kernel), signal.SIGKILL)
     alice.wait_output(re.compile(r"bob is gone: \S"))
-    bob.reload()
+    bob.accept_restart()
     bob.run(1)
     assert peer and re.findall(ME, bob.output(1)) == peer and "coming back" in bob.output(1)
     bob.start(2)
