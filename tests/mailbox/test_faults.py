@@ -251,11 +251,21 @@ class SyncedFolder:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("most_s", [90.0, pytest.param(400.0, marks=pytest.mark.ordeal)])
-def test_branches_of_a_synced_folder_become_one_again(most_s: float) -> None:
+@pytest.mark.parametrize(
+    ("offline", "most_s", "pause_s"),
+    [
+        (("alice",), 90.0, 0.0),
+        # a state that leads to their own branch does not count
+        (("alice", "bob"), 120.0, 3.0),
+        pytest.param(("alice",), 400.0, 0.0, marks=pytest.mark.ordeal),
+    ],
+)
+def test_branches_of_a_synced_folder_become_one_again(
+    offline: tuple[str, ...], most_s: float, pause_s: float
+) -> None:
     def seen_by(name: str) -> MemoryStore:
         away = 30.0 <= sim.time < most_s
-        if away and name == "alice":
+        if away and name in offline:
             if not copy.objects:
                 copy.objects.update(sim.bucket.objects)
             return copy
@@ -272,6 +282,8 @@ def test_branches_of_a_synced_folder_become_one_again(most_s: float) -> None:
         while swarm.runtime.time() < most_s + 250.0:
             take(optimizer, net, optimizer.global_step, slice(0, BATCH))
             lineages.setdefault(optimizer.global_step, {})[swarm.name] = optimizer.lineage
+            if pause_s and swarm.name in offline and swarm.runtime.time() > 30.0:
+                swarm.runtime.call(asyncio.sleep(pause_s))
         return optimizer.lineage
 
     lineages: dict[int, dict[str, bytes]] = {}

@@ -83,6 +83,7 @@ CHANGES = {
     [
         *((what, {}) for what in CHANGES),
         ("a size", {"overlap": True}),
+        ("an unfrozen one", {"overlap": True}),
         ("a layer", {"local_steps": 2}),
     ],
 )

@@ -78,7 +78,11 @@ def swap_and_swap_back(net: nn.Module) -> None:
 
 @pytest.mark.parametrize(
     ("options", "change"),
-    [*((mode, perturb_and_restore) for mode in MODES), ({}, swap_and_swap_back)],
+    [
+        *((mode, perturb_and_restore) for mode in MODES),
+        ({}, swap_and_swap_back),
+        ({"overlap": True}, swap_and_swap_back),
+    ],
 )
 def test_what_is_put_back_changes_nothing_and_is_not_told(
     options: dict[str, Any], change: Callable[[nn.Module], None]
