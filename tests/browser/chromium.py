@@ -100,8 +100,13 @@ class Notebook:
         return "\n".join(outputs.all_inner_texts())
 
     def wait_output(self, text: str | re.Pattern[str]) -> None:
-        shown = self.page.locator(self.output_area, has_text=text).first
-        shown.wait_for(timeout=1000 * self.first_s)
+        from playwright.sync_api import TimeoutError as NotYet
+
+        outputs = self.page.locator(self.output_area)
+        try:
+            outputs.filter(has_text=text).first.wait_for(timeout=1000 * self.first_s)
+        except NotYet:
+            raise AssertionError(f"{text} is not in {outputs.all_inner_texts()}") from None
 
     def click(self, button: str) -> None:
         self.page.click(f'{self.button}:has-text("{button}")')
