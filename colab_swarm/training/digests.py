@@ -1,11 +1,11 @@
 """Peers compare no tensors, but digests, which detect any change, and projections, which measure the change.
 
-`StateDigests` computes both for one replica.
+`StateDigests` computes both for one replica. `WrittenWeights` notices changes outside the optimizer's steps.
 """
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -26,7 +26,10 @@ from colab_swarm.training.records import (
     StateSketch,
     StepTaken,
 )
-from colab_swarm.training.watch import versions_of
+
+# Part of the values' norm. SAM, weight clipping and swapped averages change a smaller part between two steps.
+LOADED = 0.05
+_SAMPLES = 64  # number of values of each tensor that are compared
 
 _SIGNS = 1 << 16  # length of a block: longer tensors are cut into blocks, which share their random signs
 
@@ -87,6 +90,11 @@ def _project(tensors: list[torch.Tensor], seed: bytes) -> list[float]:
     square, *projections = torch.as_tensor(sums).tolist()
     norm = math.sqrt(square)
     return [norm, *(projection / (norm or 1.0) for projection in projections)]
+
+
+def versions_of(tensors: Sequence[torch.Tensor]) -> list[tuple[int, int]]:
+    """Return torch's count of the changes of each tensor, and the address of its values."""
+    return [(tensor._version, tensor.data_ptr()) for tensor in tensors]
 
 
 @dataclass
@@ -153,3 +161,44 @@ class StateDigests:
     def sketch(self, step: int, lineage: bytes) -> StateSketch:
         """Return a sketch of parameters and optimizer state; call it under the replica's lock."""
         return StateSketch(step, lineage, projections_of(self._parameters, self._stepping, lineage))
+
+
+class WrittenWeights:
+    """Remembers a model's weights as the optimizer wrote them last, by some values of each tensor.
+
+    Torch counts each write to a tensor, except writes to ``.data``. So values are compared only if a count, or the
+    address of the values, has changed.
+    """
+
+    def __init__(self, model: Sequence[torch.Tensor]) -> None:
+        self._model = model
+        self.on_written()
+
+    def on_written(self) -> None:
+        """Remember the present weights as written by the optimizer."""
+        self._versions = versions_of(self._model)
+        self._values = [_some_values(parameter) for parameter in self._model]
+
+    def change(self) -> float:
+        """Return how much the user changed the weights since `on_written`, relative to the values' norm, or 0."""
+        versions = versions_of(self._model)
+        if versions == self._versions:
+            return 0.0
+        before = torch.cat([values.cpu().double() for values in self._values])
+        now = torch.cat([_some_values(parameter).cpu().double() for parameter in self._model])
+        self._versions = versions
+        difference = float(torch.linalg.vector_norm(now - before))
+        if not difference:
+            return 0.0
+        return difference / max(float(torch.linalg.vector_norm(before)), 1e-30)
+
+
+@torch.no_grad()
+def _some_values(parameter: torch.Tensor) -> torch.Tensor:
+    """Return a copy of some values that have equal distances in memory."""
+    values = reals(parameter.detach())
+    # A view in the order of memory, because flatten() alone would copy a tensor in the channels-last format.
+    by_stride = sorted(range(values.ndim), key=values.stride().__getitem__, reverse=True)
+    values = values.permute(by_stride).flatten()
+    step = max(1, len(values) // _SAMPLES)
+    return values[::step][:_SAMPLES].to(torch.float32, copy=True)

@@ -28,7 +28,13 @@ from colab_swarm.tensors.device_vector import DeviceVector
 from colab_swarm.tensors.statedict import pack, unpack
 from colab_swarm.tensors.vector import Vector
 from colab_swarm.training.buffers import Buffers
-from colab_swarm.training.digests import StateDigests, digest_of_tensors, digest_with_optimizer
+from colab_swarm.training.digests import (
+    LOADED,
+    StateDigests,
+    WrittenWeights,
+    digest_of_tensors,
+    digest_with_optimizer,
+)
 from colab_swarm.training.flat import (
     FlatValues,
     clear_gradients,
@@ -53,7 +59,6 @@ from colab_swarm.training.names import (
 )
 from colab_swarm.training.records import LINEAGE_BYTES, Mean
 from colab_swarm.training.schedule import Schedule, steps_with
-from colab_swarm.training.watch import LOADED, WrittenWeights
 
 _MOST_GRADIENT = 1e16  # for each value; the square of a larger one would stop LAMB or Adam for good
 

@@ -1,23 +1,15 @@
-"""Notices changes outside the optimizer's steps: of weights, of frozen parameters, and of the set that is trained."""
+"""Notices changes of frozen parameters, and of the set of parameters that is trained."""
 
 import logging
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 
 from colab_swarm.errors import require
-from colab_swarm.training.flat import reals
 from colab_swarm.training.names import ModelNames
-
-if TYPE_CHECKING:
-    from colab_swarm.training.replica import Replica
+from colab_swarm.training.replica import Replica
 
 logger = logging.getLogger(__name__)
 
-# Part of the values' norm. SAM, weight clipping and swapped averages change a smaller part between two steps.
-LOADED = 0.05
-_SAMPLES = 64  # number of values of each tensor that are compared
 _LOOK_STEPS = 10  # number of steps within which another optimizer is expected to take a step
 _AGAIN = "make a new optimizer, and pass it to swarm.optimizer(…) again, at all peers"
 
@@ -28,7 +20,7 @@ class TrainedParameters:
     If the values of frozen parameters change, such as a teacher's, it stores these parameters in `Replica.moved`.
     """
 
-    def __init__(self, replica: "Replica") -> None:
+    def __init__(self, replica: Replica) -> None:
         self._replica = replica
         self._names = ModelNames(replica.rule.model)
         self._trainable = self._present_trainable()
@@ -112,49 +104,3 @@ class TrainedParameters:
             f"frozen parameters change, such as {next(iter(named))}: peers do not average them, but a late joiner "
             "gets them with the state"
         ]
-
-
-def versions_of(tensors: Sequence[torch.Tensor]) -> list[tuple[int, int]]:
-    """Return torch's count of the changes of each tensor, and the address of its values."""
-    return [(tensor._version, tensor.data_ptr()) for tensor in tensors]
-
-
-class WrittenWeights:
-    """Remembers a model's weights as the optimizer wrote them last, by some values of each tensor.
-
-    Torch counts each write to a tensor, except writes to ``.data``. So values are compared only if a count, or the
-    address of the values, has changed.
-    """
-
-    def __init__(self, model: Sequence[torch.Tensor]) -> None:
-        self._model = model
-        self.on_written()
-
-    def on_written(self) -> None:
-        """Remember the present weights as written by the optimizer."""
-        self._versions = versions_of(self._model)
-        self._values = [_some_values(parameter) for parameter in self._model]
-
-    def change(self) -> float:
-        """Return how much the user changed the weights since `on_written`, relative to the values' norm, or 0."""
-        versions = versions_of(self._model)
-        if versions == self._versions:
-            return 0.0
-        before = torch.cat([values.cpu().double() for values in self._values])
-        now = torch.cat([_some_values(parameter).cpu().double() for parameter in self._model])
-        self._versions = versions
-        difference = float(torch.linalg.vector_norm(now - before))
-        if not difference:
-            return 0.0
-        return difference / max(float(torch.linalg.vector_norm(before)), 1e-30)
-
-
-@torch.no_grad()
-def _some_values(parameter: torch.Tensor) -> torch.Tensor:
-    """Return a copy of some values that have equal distances in memory."""
-    values = reals(parameter.detach())
-    # A view in the order of memory, because flatten() alone would copy a tensor in the channels-last format.
-    by_stride = sorted(range(values.ndim), key=values.stride().__getitem__, reverse=True)
-    values = values.permute(by_stride).flatten()
-    step = max(1, len(values) // _SAMPLES)
-    return values[::step][:_SAMPLES].to(torch.float32, copy=True)
