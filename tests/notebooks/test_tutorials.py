@@ -33,7 +33,7 @@ NOT_COMPARED = {
     "06_train_with_experts": 4,  # losses, steps, a curve, staleness
     "07_work_units": 5,  # panels, accuracies, missed deadlines
     "08_elastic_consistency": 5,  # accuracies and distances, a plot, a panel
-    "09_when_things_break": 6,  # panels, a plot, a plan, rounds over a slow line
+    "09_when_things_break": 8,  # panels, a plot, a plan, the stories of a partition, rounds over a slow line
     "10_bring_your_own_model": 4,  # losses, digests
     "11_when_peers_vanish": 2,  # a replay, ids
     "12_train_without_anybody_online": 1,  # a plot
