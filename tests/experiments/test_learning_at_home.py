@@ -88,4 +88,4 @@ def test_many_batches_in_flight_do_not_feel_a_delay_that_stops_one(monkeypatch: 
     assert values["vs_model_parallel_at_200ms"] > 2 and values["retained_at_200ms"] > 0
     assert values["ffn_0ms_samples_per_s"] > values["ffn_200ms_samples_per_s"]
     # 8 batches in flight with checkpointing, 2 without
-    assert values["checkpointing_factor_room_2"] > 1
+    assert values["checkpointing_factor_room_2"] > 2

@@ -16,6 +16,6 @@ def test_the_curves_in_the_readme_are_what_four_peers_and_one_do_today() -> None
         assert [at for at, _ in points] == pytest.approx([at for at, _ in drawn[peers]], rel=0.05), (
             "make picture"
         )
-        # other processors round otherwise
-        assert [loss for _, loss in points] == pytest.approx([loss for _, loss in drawn[peers]], rel=0.2)
+        # of losses from 2.2 to 0.25; the kernels of other processors differ by 0.015
+        assert [loss for _, loss in points] == pytest.approx([loss for _, loss in drawn[peers]], abs=0.03)
     assert found["4"][0][0] < KILLED_AT_S < found["4"][-1][0]
